@@ -1,0 +1,41 @@
+"""The front door: a verb, or else a run or multirun of Hydra's."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from accum_sweep.errors import RunsFailed, UserError
+from accum_sweep.verbs import VERBS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0 done, 1 runs failed, 2 bad input, 130 stopped by the user."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        if arguments and arguments[0] in VERBS:
+            return VERBS[arguments[0]](arguments[1:])
+        if arguments == ["--version"]:
+            from accum_sweep.environment import versions
+
+            print(" ".join(f"{package} {number}" for package, number in versions().items()))
+            return 0
+        from accum_sweep.app import main as hydra_main
+
+        hydra_main(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except RunsFailed as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

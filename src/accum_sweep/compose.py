@@ -1,0 +1,130 @@
+"""Composing configurations with Hydra, and putting what Hydra refuses into the words of our own errors."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from accum_sweep.config import check, flatten
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest
+
+PACKAGE = Path(__file__).parent
+# Inside the package in a wheel, beside `src` in a checkout.
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parents[1] / "conf"
+HYDRA_VERSION_BASE = "1.3"
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def compose(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the configuration for `overrides`, unchecked; raise ConfigError where Hydra refuses them."""
+    try:
+        return _compose(overrides)
+    except COMPOSITION_ERRORS as error:
+        raise explain(error, overrides) from error
+
+
+def as_dict(composed: DictConfig) -> dict[str, Any]:
+    """Turn Hydra's config into plain data; it travels no further."""
+    ours = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
+    content = OmegaConf.to_container(ours, resolve=True, throw_on_missing=True)
+    assert isinstance(content, dict), "config.yaml is a mapping"
+    return {str(key): value for key, value in content.items()}
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> UserError:
+    """Say all that is wrong with `overrides`: what Hydra refuses, one by one, and what `check` finds in the rest."""
+    faults: list[Fault] = []
+    remaining = list(overrides)
+    while True:
+        fault, culprit = _fault(error, remaining)
+        if culprit is None:
+            return UserError(_words(error)) if fault is None else ConfigError([*faults, fault])
+        assert fault is not None, "a culprit has a fault"
+        faults.append(fault)
+        remaining.remove(culprit)
+        try:
+            check(_compose(remaining))
+        except ConfigError as more:
+            return ConfigError([*faults, *more.faults])
+        except COMPOSITION_ERRORS as next_error:
+            error = next_error
+        else:
+            return ConfigError(faults)
+
+
+def _compose(overrides: Sequence[str]) -> dict[str, Any]:
+    hydra, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # of a Hydra application around us
+    try:
+        with initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE):
+            return as_dict(hydra_compose("config", list(overrides)))
+    finally:
+        GlobalHydra.instance().hydra = hydra
+
+
+def _fault(error: Exception, overrides: Sequence[str]) -> tuple[Fault | None, str | None]:
+    """Return the fault Hydra stumbled over, and the override that holds it; None for what cannot be told."""
+    if isinstance(error, OverrideParseException):
+        culprit = next((text for text in overrides if text == error.override), None)
+        rule, remedy = "is no key=value that Hydra can read", f"quote it, or see {HYDRA_GRAMMAR}"
+        return Fault(*_key_and_value(error.override), rule, remedy), culprit
+    message = str(error)
+    unknown = re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", message)
+    missing = re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':((?:\n\t\S+)*)", message)
+    group = re.search(r"Could not override '([^']+)'\. No match in the defaults list", message)
+    key = missing[1] if missing else group[1] if group else unknown[1] if unknown else None
+    if key is None:
+        return None, None
+    for text, name, value in _parsed(overrides):
+        if name.split("@")[0] != key:
+            continue
+        if missing:
+            options = missing[3].split()
+            remedy = nearest(missing[2], options, f"choose from {', '.join(options)}")
+            return Fault(key, value, f"there is no such {key}", remedy), text
+        others = [other for other in overrides if other != text]
+        return Fault(key, value, "is no known key", nearest(key, _siblings(key, others), "see --cfg job")), text
+    return None, None
+
+
+HYDRA_GRAMMAR = "hydra.cc/docs/advanced/override_grammar/basic"
+
+
+def _siblings(key: str, overrides: Sequence[str]) -> list[str]:
+    """Return the known keys and groups that stand where `key` would."""
+    try:
+        composed = _compose(overrides)
+    except COMPOSITION_ERRORS:  # another override is wrong too
+        composed = _compose([])
+    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
+    parent = key.rpartition(".")[0]
+    return [known for known in [*flatten(composed), *groups] if known.rpartition(".")[0] == parent]
+
+
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, str, object]]:
+    """Yield each override's text, key and value; what cannot be parsed is skipped."""
+    parser = OverridesParser.create()
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except OverrideParseException:
+            continue
+        yield text, parsed.key_or_group, parsed.get_value_element_as_str() if parsed.value() is not None else None
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    return key, value
+
+
+def _words(error: Exception) -> str:
+    """Return what Hydra says, with the cause below it that it would print too."""
+    cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    return f"{error}{cause}".strip()

@@ -1,0 +1,281 @@
+"""The configuration of a run: its types, its rules, and the sizes that follow from the ones given.
+
+`check` takes what Hydra composed, as a plain dictionary, and returns a `Config` or one error that tells all faults. It
+neither reads nor writes anything, and imports torch only when everything that can be checked without it is right.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
+
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest
+from accum_sweep.problems import ProblemParams, params_class
+
+SIZES = ("accum_steps", "micro_batch_size", "effective_batch_size")
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are no numbers")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_no_bool)]  # also takes 1e3, which YAML reads as a float
+Real = Annotated[float, BeforeValidator(_no_bool)]
+
+
+def _setting(rule: str, example: object, default: Any = ..., **limits: Any) -> Any:
+    """Declare a setting with its rule and an example in words, for the error message."""
+    return Field(default, description=rule, examples=[example], **limits)
+
+
+class Tracking(BaseModel):
+    """Keys under `tracking`: where runs are kept beside their own folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    backend: Literal["mlflow", "none"] = _setting("must be mlflow or none", "mlflow", "mlflow")
+    uri: str | None = _setting("must be a tracking URI, or null for $MLFLOW_TRACKING_URI or ./mlflow.db", "null", None)
+    experiment: str = _setting("must be the name of an MLflow experiment", "accum-sweep", "accum-sweep", min_length=1)
+
+
+class SweepOptions(BaseModel):
+    """Keys under `sweep`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue", "continue")
+
+
+class Config(BaseModel):
+    """One run's settings. After `check` the three sizes agree, exactly one of steps and epochs is set.
+
+    `micro_batch_size` and `effective_batch_size` stay None where the problem's own mini-batches are taken as written
+    and differ in size.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    problem: SerializeAsAny[ProblemParams]
+    optimizer: dict[str, Any] = _setting(
+        "must hold the name of a class in torch.optim and its arguments", "{name: SGD}"
+    )
+    lr: Real = _setting("must be a finite number, 0 or more", 0.1, ge=0, allow_inf_nan=False)
+    normalization: Literal["sum", "mean", "items"] = _setting("must be sum, mean or items", "items", "items")
+    accum_steps: Whole | None = _setting("must be a whole number, 1 or more", 4, None, ge=1)
+    micro_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 16, None, ge=1)
+    effective_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 64, None, ge=1)
+    steps: Whole | None = _setting("must be a whole number, 1 or more", 100, None, ge=1)
+    epochs: Whole | None = _setting("must be a whole number, 1 or more", 5, None, ge=1)
+    last_window: Literal["flush", "drop"] = _setting("must be flush or drop", "flush", "flush")
+    seed: Whole = _setting("must be a whole number from 0 to 2**64 - 1", 0, 42, ge=0, lt=2**64)
+    device: str = _setting(
+        "must be auto, cpu, cuda, cuda:N or mps", "auto", "auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$"
+    )
+    precision: Literal["fp32", "fp64"] = _setting("must be fp32 or fp64", "fp32", "fp32")
+    save_weights: bool = _setting("must be true or false", "true", False)
+    tracking: Tracking = _setting(
+        "must hold backend, uri and experiment", "{backend: mlflow}", Tracking(backend="mlflow")
+    )
+    sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}", SweepOptions())
+    fixed: Literal["micro_batch_size", "effective_batch_size"] | None = Field(
+        None, description="set by check: the size that stays as it is when accum_steps is swept"
+    )
+
+    @property
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes of the micro-batches, to be repeated in this order: one size, or those the problem is written in."""
+        sizes = (self.micro_batch_size,) if self.micro_batch_size else self.problem.written_micro_batch_sizes
+        assert sizes, "check() leaves no size open that the problem does not give"
+        return sizes
+
+
+def run_key(config: Config, device: str) -> str:
+    """Return the identity of a run: a hash of all that can change its result, and of nothing else.
+
+    `device` is the device that `config.device` stands for, so that auto and cpu are one run where they are one device.
+    """
+    settings = config.model_dump(mode="json", exclude={"tracking", "sweep", "save_weights", "fixed"})
+    settings["device"] = device
+    settings["problem"] = {key: value for key, value in settings["problem"].items() if not key.startswith("default_")}
+    if config.micro_batch_size is not None:
+        del settings["effective_batch_size"]  # says nothing that the other two do not
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check(composed: Mapping[str, Any]) -> Config:
+    """Return the checked configuration with its sizes derived; raise ConfigError with every fault found."""
+    raw = dict(composed)
+    faults: list[Fault] = []
+    bad: set[str] = set()
+    try:
+        raw["problem"] = _problem(raw.get("problem"))
+    except ConfigError as error:
+        faults += error.faults
+        bad.add("problem")
+        raw["problem"] = ProblemParams(name="unknown")
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        faults += list(_field_faults(error, Config))
+        bad |= {str(fault["loc"][0]) for fault in error.errors()}
+        # The rules between settings are checked on what is sound, so that all faults are told at once.
+        stand_ins = {"lr": 0.0, "optimizer": {"name": "SGD"}}
+        config = Config.model_validate(stand_ins | {key: value for key, value in raw.items() if key not in bad})
+    if not bad & {*SIZES, "problem"}:
+        config, size_faults = _with_sizes(config)
+        faults += size_faults
+        bad |= set(SIZES) if size_faults else set()
+    if not bad & {*SIZES, "problem", "steps", "epochs", "last_window"}:
+        config, length_faults = _with_length(config)
+        faults += length_faults
+    if "tracking" not in bad:
+        faults += _secret_faults(config.tracking)
+    if not bad & {"optimizer", "lr"}:
+        faults += _optimizer_faults(config, import_torch=not faults)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Turn nested settings into {"problem.hidden": 128, ...}; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value})
+    return flat
+
+
+def _problem(raw: object) -> ProblemParams:
+    """Return the parameters of the problem that `raw["name"]` names."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
+        raise ConfigError([Fault("problem", raw, "must be a problem with a name", "for example problem=linear")])
+    cls = params_class(raw["name"])
+    try:
+        return cls(**raw)
+    except ValidationError as error:
+        raise ConfigError(list(_field_faults(error, cls, "problem."))) from error
+
+
+def _field_faults(error: ValidationError, model: type[BaseModel], prefix: str = "") -> Iterator[Fault]:
+    """Put pydantic's findings into words: the key, the rule, the value and what to do."""
+    for finding in error.errors():
+        where = [str(part) for part in finding["loc"]]
+        key = prefix + ".".join(where)
+        if finding["type"] == "extra_forbidden":
+            yield Fault(key, finding["input"], "is no known key", nearest(where[-1], model.model_fields, "take it out"))
+            continue
+        field = _field(model, where)
+        value = finding["input"] if where else "..."
+        if field is not None and field.examples:
+            yield Fault(key, value, str(field.description), f"for example {key}={field.examples[0]}")
+        else:
+            rule = finding["msg"].removeprefix("Value error, ")
+            remedy = f"{key} is {field.description}" if field is not None and field.description else "see --cfg job"
+            yield Fault(key.rstrip("."), value, rule, remedy)
+
+
+def _field(model: type[BaseModel], where: list[str]) -> Any:
+    """Return the declaration of the setting at `where`, or None where it is deeper than a declaration goes."""
+    field = model.model_fields.get(where[0]) if where else None
+    for part in where[1:]:
+        inner = getattr(field, "annotation", None)
+        field = inner.model_fields.get(part) if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    return field
+
+
+def _with_sizes(config: Config) -> tuple[Config, list[Fault]]:
+    """Derive the size that is not given; sizes nobody gives come from the problem."""
+    problem = config.problem
+    accum, micro, effective = config.accum_steps, config.micro_batch_size, config.effective_batch_size
+    fixed: str = "micro_batch_size" if effective is None else "effective_batch_size"
+    if effective is not None and micro is not None:
+        if accum is not None and accum * micro != effective:
+            given = f"{accum} with micro_batch_size={micro} and effective_batch_size={effective}"
+            rule = f"{accum} x {micro} is {accum * micro}, not {effective}"
+            return config, [Fault("accum_steps", given, rule, "give any two of the three, the third follows")]
+        accum, rest = divmod(effective, micro)
+        if rest:
+            given = f"{effective} with micro_batch_size={micro}"
+            lower, upper = accum * micro, (accum + 1) * micro
+            remedy = (
+                f"the nearest that is one is {upper if not lower or upper - effective < effective - lower else lower}"
+            )
+            rule = "effective_batch_size must be a multiple of micro_batch_size"
+            return config, [Fault("effective_batch_size", given, rule, remedy)]
+    elif effective is not None:
+        accum = accum or problem.default_accum_steps
+        micro, rest = divmod(effective, accum)
+        if rest or not micro:
+            given = f"{effective} with accum_steps={accum}"
+            rule = "effective_batch_size must be a multiple of accum_steps"
+            remedy = f"the nearest that is one is {max(1, round(effective / accum)) * accum}"
+            return config, [Fault("effective_batch_size", given, rule, remedy)]
+    else:
+        accum = accum or problem.default_accum_steps
+        micro = micro or problem.default_micro_batch_size
+        written = set(problem.written_micro_batch_sizes or ())
+        if micro is None and not written:
+            remedy = "give micro_batch_size or effective_batch_size"
+            return config, [Fault("micro_batch_size", None, f"problem {problem.name} has no size of its own", remedy)]
+        if micro is None and len(written) == 1:
+            (micro,) = written
+        effective = accum * micro if micro is not None else None
+    if micro is not None and micro > problem.train_samples:
+        rule = f"is more than the {problem.train_samples} training samples of problem {problem.name}"
+        sizes = f"{micro} (from effective_batch_size={effective} and accum_steps={accum})"
+        derived = config.micro_batch_size is None
+        remedy = "raise accum_steps or lower effective_batch_size" if derived else "lower it"
+        return config, [Fault("micro_batch_size", sizes if derived else micro, rule, remedy)]
+    sizes_found = {"accum_steps": accum, "micro_batch_size": micro, "effective_batch_size": effective, "fixed": fixed}
+    return config.model_copy(update=sizes_found), []
+
+
+def _with_length(config: Config) -> tuple[Config, list[Fault]]:
+    """Settle how long the run is: steps or epochs, by the config or else by the problem."""
+    if config.steps is not None and config.epochs is not None:
+        given = f"{config.steps} with epochs={config.epochs}"
+        return config, [Fault("steps", given, "steps and epochs exclude each other", "give one of them")]
+    problem = config.problem
+    if config.steps is None and config.epochs is None:
+        length = {"epochs": problem.default_epochs} if problem.default_epochs else {"steps": problem.default_steps or 1}
+        config = config.model_copy(update=length)
+    written = problem.written_micro_batch_sizes or ()
+    short = (
+        config.effective_batch_size > problem.train_samples
+        if config.effective_batch_size is not None
+        else (config.accum_steps or 0) > len(written)
+    )
+    if config.epochs is not None and config.last_window == "drop" and short:
+        rule = f"an epoch of {problem.train_samples} samples holds no full window, so there would be no step"
+        return config, [Fault("last_window", "drop", rule, "use last_window=flush, or a smaller window")]
+    return config, []
+
+
+def _secret_faults(tracking: Tracking) -> list[Fault]:
+    """A password in the config would end up in files, parameters and logs; the environment is the place for it."""
+    if tracking.uri and urlsplit(tracking.uri).password:
+        rule, remedy = "must not hold a password", "export MLFLOW_TRACKING_URI and leave tracking.uri out"
+        return [Fault("tracking.uri", "(not shown)", rule, remedy)]
+    return []
+
+
+def _optimizer_faults(config: Config, import_torch: bool) -> list[Fault]:
+    """Let torch.optim judge its own arguments, on one throw-away weight."""
+    if not isinstance(config.optimizer.get("name"), str):
+        return [Fault("optimizer.name", config.optimizer.get("name"), "must name a class in torch.optim", "e.g. SGD")]
+    if not import_torch:
+        return []
+    from accum_sweep.optimizers import probe
+
+    try:
+        probe(config.optimizer, config.lr)
+    except UserError as error:
+        settings = " ".join(f"{key}={value}" for key, value in config.optimizer.items() if key != "name")
+        return [Fault("optimizer", f"{config.optimizer['name']} {settings}".strip(), str(error), "see torch.optim")]
+    return []

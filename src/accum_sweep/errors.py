@@ -1,0 +1,42 @@
+"""What goes wrong by the user's hand: one small family, shown without a traceback, with exit code 2."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class UserError(Exception):
+    """A mistake the user can mend. The message says what, and what to do."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One broken rule of a configuration."""
+
+    key: str
+    value: object
+    rule: str
+    remedy: str
+
+    def __str__(self) -> str:
+        value = "null" if self.value is None else self.value
+        return f"{self.key}={value}: {self.rule}; {self.remedy}"
+
+
+class ConfigError(UserError):
+    """Every fault of a configuration at once, one a line."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.faults = tuple(dict.fromkeys(faults))
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """Return "did you mean X?" for the known word closest to `word`, or `otherwise` if none is close."""
+    by_end = {name.rpartition(".")[2]: name for name in sorted(known)}  # a shared "problem." is no likeness
+    close = difflib.get_close_matches(word.rpartition(".")[2], by_end, n=1)
+    return f"did you mean {by_end[close[0]]}?" if close else otherwise
+
+
+class RunsFailed(Exception):  # noqa: N818 - it reports what happened, nothing is wrong with the call
+    """Runs ended otherwise than finished. They have their records; the exit code is 1."""

@@ -1,0 +1,80 @@
+"""The textbook problem: a linear layer, mini-batches written out in the config, mean squared error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from accum_sweep.problems.base import Problem, ProblemParams
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+
+class MiniBatch(BaseModel):
+    """Samples that one forward pass sees: x is (samples, features), y is (samples,)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    x: list[list[float]] = Field(min_length=1)
+    y: list[float] = Field(min_length=1)
+
+
+class Params(ProblemParams):
+    """Keys of `problem=linear`."""
+
+    batches: list[MiniBatch] = Field(min_length=1, description="the mini-batches, in the order they are seen")
+    bias: bool = Field(default=True, description="whether the layer has a bias")
+    initial_weight: list[float] | None = Field(
+        default=None, description="one number a feature; null: torch's own, by seed"
+    )
+    initial_bias: float | None = Field(default=None, description="null: torch's own, by seed")
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> Self:
+        features = len(self.batches[0].x[0])
+        for number, batch in enumerate(self.batches):
+            if len(batch.x) != len(batch.y):
+                raise ValueError(f"batches[{number}] has {len(batch.x)} rows in x but {len(batch.y)} values in y")
+            if features == 0 or any(len(row) != features for row in batch.x):
+                raise ValueError(f"batches[{number}] has rows of unequal length; every row of x needs {features or 1}")
+        if self.initial_weight is not None and len(self.initial_weight) != features:
+            raise ValueError(f"initial_weight has {len(self.initial_weight)} numbers for {features} features")
+        if self.initial_bias is not None and not self.bias:
+            raise ValueError("initial_bias is given, but bias=false")
+        return self
+
+    @property
+    def train_samples(self) -> int:
+        """Number of samples in all mini-batches."""
+        return sum(self.written_micro_batch_sizes)
+
+    @property
+    def written_micro_batch_sizes(self) -> tuple[int, ...]:
+        """Samples of each mini-batch."""
+        return tuple(len(batch.y) for batch in self.batches)
+
+    def build(self, dtype: torch.dtype) -> Problem:
+        """Build `nn.Linear(features, 1)` over the mini-batches, which keep their order."""
+        import torch
+        from torch import nn
+
+        model = nn.Linear(len(self.batches[0].x[0]), 1, bias=self.bias).to(dtype)
+        with torch.no_grad():
+            if self.initial_weight is not None:
+                model.weight.copy_(torch.tensor([self.initial_weight], dtype=dtype))
+            if self.initial_bias is not None:
+                model.bias.fill_(self.initial_bias)
+        x = torch.tensor([row for batch in self.batches for row in batch.x], dtype=dtype)
+        y = torch.tensor([value for batch in self.batches for value in batch.y], dtype=dtype).unsqueeze(1)
+        return Problem(model, (x, y), squared_error, shuffle=False)
+
+
+def squared_error(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+    """Sum of squared errors and number of samples; x is (samples, features), y is (samples, 1)."""
+    from torch.nn import functional as F
+
+    x, y = batch
+    return F.mse_loss(model(x), y, reduction="sum"), y.shape[0]

@@ -1,0 +1,164 @@
+"""The record of a run: plain data, on disk before anything else hears of it.
+
+    runs/<sweep id>/sweep.json            what the sweep is: a `SweepRecord`
+    runs/<sweep id>/<job number>/record.json
+    runs/<run id>/record.json             a single run
+
+Everything that reads results, here or elsewhere, reads these files. Numbers that are not finite stand as null: JSON has
+no word for them, and `status` says what happened.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from accum_sweep.errors import UserError
+
+RECORD_FILE = "record.json"
+SWEEP_FILE = "sweep.json"
+RUNS_FOLDER = "runs"
+VERSION = 1
+
+Status = Literal["finished", "diverged", "oom", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a run is: its place in a sweep, or alone."""
+
+    run_id: str
+    name: str
+    overrides: list[str]
+    sweep_id: str | None = None
+    job_num: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One configuration executed once."""
+
+    run_id: str  # unique: the sweep's id and the job's number, or the run folder's name
+    run_key: str  # equal for equal settings
+    name: str  # what differs in its sweep
+    status: Status
+    reason: str | None  # why it is not finished
+    started_at: str  # ISO 8601, UTC
+    ended_at: str
+    overrides: list[str]  # the command line's words for it
+    config: dict[str, Any]  # the checked configuration, nested
+    environment: dict[str, Any]  # versions, device name, git commit
+    metrics: dict[str, float | int | None] = field(default_factory=dict)
+    series: dict[str, list[Any]] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)  # weights before and after: what a single run prints
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # small models: {"initial": {name: values}, ...}
+    sweep_id: str | None = None
+    job_num: int | None = None
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """What a sweep is and which runs belong to it."""
+
+    sweep_id: str
+    created_at: str
+    overrides: list[str]  # what the user typed
+    jobs: list[list[str]]  # the overrides of each job, by its number
+    names: list[str]  # what differs between them
+    swept: list[str]  # the keys that take more than one value
+    parent_run_id: str | None = None  # the MLflow run that the sweep's runs hang under
+    ended_at: str | None = None
+    version: int = VERSION
+
+
+def write(entry: Record | SweepRecord, folder: Path) -> Path:
+    """Write the record into `folder`, whole or not at all: temporary file, fsync, rename, fsync of the folder."""
+    path = folder / (SWEEP_FILE if isinstance(entry, SweepRecord) else RECORD_FILE)
+    write_atomically(path, json.dumps(_finite(asdict(entry)), allow_nan=False))
+    return path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` at `path` so that a reader, or a power cut, finds the old content or the new, nothing between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not every file system lets a folder be synced
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read(folder: Path) -> Record | None:
+    """Return the record in `folder`, None where there is none; raise UserError where it is damaged."""
+    content = _read_json(folder / RECORD_FILE)
+    return None if content is None else _from_json(Record, content, folder / RECORD_FILE)
+
+
+def read_sweep(folder: Path) -> SweepRecord | None:
+    """Return the sweep kept in `folder`, None where there is none; raise UserError where it is damaged."""
+    content = _read_json(folder / SWEEP_FILE)
+    return None if content is None else _from_json(SweepRecord, content, folder / SWEEP_FILE)
+
+
+def sweeps(runs_folder: Path) -> list[tuple[Path, SweepRecord]]:
+    """Return every sweep below `runs_folder`, oldest first."""
+    found = [(path.parent, read_sweep(path.parent)) for path in runs_folder.glob(f"*/{SWEEP_FILE}")]
+    return sorted(((folder, sweep) for folder, sweep in found if sweep), key=lambda pair: pair[1].created_at)
+
+
+def records(folder: Path) -> Iterator[Record]:
+    """Yield the records in `folder` and in its subfolders, by sweep and job number."""
+    paths = [*folder.glob(RECORD_FILE), *folder.glob(f"*/{RECORD_FILE}"), *folder.glob(f"*/*/{RECORD_FILE}")]
+    found = [record for path in paths if (record := read(path.parent)) is not None]
+    yield from sorted(found, key=lambda record: (record.sweep_id or record.run_id, record.job_num or 0))
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); move it away to go on without it") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds no record; move it away to go on without it")
+    return content
+
+
+T = TypeVar("T", Record, SweepRecord)
+
+
+def _from_json(cls: type[T], content: dict[str, Any], path: Path) -> T:
+    if content.get("version", 0) > VERSION:
+        raise UserError(f"{path} was written by a newer accum-sweep; update this one to read it")
+    known = {item.name for item in fields(cls)}
+    try:
+        return cls(**{key: value for key, value in content.items() if key in known})
+    except TypeError as error:
+        raise UserError(f"{path} is no whole record ({error}); move it away to go on without it") from error
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value

@@ -1,0 +1,171 @@
+"""A comparison put on paper: as a table for the terminal, as Markdown, and its runs as CSV."""
+
+import math
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from accum_sweep.errors import UserError
+from accum_sweep.summary import COMPARED, KINDS, Comparison
+
+LONGEST_CONSTANT = 40  # characters of a setting in the caption; longer ones are told by the record
+
+
+def text(comparisons: Sequence[Comparison]) -> str:
+    """Return the tables for a terminal."""
+    return "\n\n".join(_aligned(comparison) for comparison in comparisons) or "no runs"
+
+
+def markdown(comparisons: Sequence[Comparison]) -> str:
+    """Return the tables as Markdown."""
+    return "\n\n".join(_markdown(comparison) for comparison in comparisons) or "no runs"
+
+
+def write_csv(frame: pd.DataFrame, path: Path | None) -> None:
+    """Write every run, one row each, all columns, numbers as numbers; `path` None is standard output.
+
+    The file is complete or not there. Raises UserError where it cannot be written.
+    """
+    if path is None:
+        frame.to_csv(sys.stdout, index=False)
+        return
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+                frame.to_csv(file, index=False)
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise UserError(f"--csv {path}: cannot be written ({error.strerror}); choose another file") from error
+
+
+def cells(comparison: Comparison) -> list[list[str]]:
+    """Return the table as text: the header row, then one row a setting. Columns without content are left out."""
+    rows = comparison.rows
+    columns: list[tuple[str, list[str]]] = []
+    for setting in comparison.settings:
+        columns.append(
+            (setting.removeprefix("problem.").removeprefix("optimizer."), [_plain(v) for v in rows[setting]])
+        )
+    columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
+    for metric in comparison.metrics:
+        columns.append((HEADERS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
+    if "final_weight" in rows:
+        columns.append(("final weight", [_weight(value) for value in rows["final_weight"]]))
+    columns.append(("not finished", list(rows["reason"])))
+    filled = [(header, values) for header, values in columns if any(values)]
+    return [list(line) for line in zip(*([header, *values] for header, values in filled), strict=True)]
+
+
+def _aligned(comparison: Comparison) -> str:
+    lines = cells(comparison)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    numbers = [not any(line[column].startswith("[") for line in lines) for column in range(len(widths))]
+    if lines[0][-1] == "not finished":
+        numbers[-1] = False
+    table = [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numbers, strict=True)
+        ).rstrip()
+        for line in lines
+    ]
+    table.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*_caption(comparison, wrap=True), "", *table])
+
+
+def _markdown(comparison: Comparison) -> str:
+    header, *lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in cells(comparison))
+    table = [header, ["---:"] * len(header), *lines]
+    return "\n".join([*_caption(comparison, wrap=False), "", *(f"| {' | '.join(line)} |" for line in table)])
+
+
+def _caption(comparison: Comparison, wrap: bool) -> list[str]:
+    """Say what the table holds: which kind of sweep, what is the same everywhere, how to read it."""
+    rows, settings = comparison.rows, comparison.settings
+    runs, finished = int(rows["runs"].sum()), int(rows["finished"].sum())
+    kind = f"; {KINDS[comparison.kind]}" if "accum_steps" in settings and comparison.kind in KINDS else ""
+    lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
+    same = [f"{key}={_plain(value)}" for key, value in comparison.constant.items()]
+    lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
+    notes = []
+    if any(f"{metric}_vs_baseline" in rows and rows[f"{metric}_vs_baseline"].notna().any() for metric in COMPARED):
+        notes.append("(in parentheses: against accum_steps=1, seed by seed)")
+    if (rows["finished"] > 1).any():
+        notes.append("(±: standard deviation over the runs of a row)")
+    lines += [" ".join(notes)] if notes else []
+    return [part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "])]
+
+
+def _measured(row: pd.Series, metric: str) -> str:
+    """Return mean, spread and comparison of one metric; empty where nothing was measured."""
+    _, show = HEADERS[metric]
+    mean, spread, relative = row[metric], row[f"{metric}_std"], row.get(f"{metric}_vs_baseline", math.nan)
+    if _missing(mean):
+        return ""
+    cell = show(mean) if _missing(spread) or spread == 0 else f"{show(mean)} ± {show(spread)}"
+    if _missing(relative) or row.get("accum_steps") == 1:
+        return cell
+    return f"{cell} (×{relative:.2f})" if COMPARED[metric] == "ratio" else f"{cell} ({_signed(relative)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _signed(value: float) -> str:
+    return "0" if value == 0 else f"{value:+.2g}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+def _bytes(value: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+HEADERS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "first_loss": ("first loss", _number),
+    "last_loss": ("last loss", _number),
+    "last_grad_norm": ("grad norm", _number),
+    "test/accuracy": ("test accuracy", _percent),
+    "peak_allocated_bytes": ("peak memory", _bytes),
+    "samples_per_second": ("samples/s", _rate),
+}
+
+
+def _count(runs: int, finished: int) -> str:
+    return str(runs) if runs == finished else f"{finished} of {runs}"
+
+
+def _weight(values: Any) -> str:
+    return f"[{', '.join(f'{value:.4f}' for value in values)}]" if isinstance(values, list) else ""
+
+
+def _plain(value: Any) -> str:
+    """Return a setting as one would type it; sizes of mixed columns are whole numbers again."""
+    if _missing(value):
+        return "as written"
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else str(value)
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -1,0 +1,174 @@
+"""One multirun: every combination checked before the first starts, each a job of Hydra's launcher, a table at the end.
+
+The only file that knows Hydra's sweep machinery. What a sweep is stands in `sweep.json` in its folder, written before
+the first job; jobs find themselves in it by their number.
+"""
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from accum_sweep import report, summary
+from accum_sweep.compose import COMPOSITION_ERRORS, as_dict, explain
+from accum_sweep.config import Config, check
+from accum_sweep.errors import ConfigError, Fault, RunsFailed
+from accum_sweep.progress import Progress
+from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write
+from accum_sweep.record import records as read_all
+from accum_sweep.tracking import Tracker, open_tracker, tolerated
+
+log = logging.getLogger(__name__)
+
+TABLE_FILE = "summary.csv"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One combination: what Hydra is told, and what differs from the others."""
+
+    overrides: list[str]
+    name: str
+    config: Config
+
+
+def sweep(
+    params: Sequence[str], arguments: Sequence[str], config: DictConfig, context: HydraContext, task: TaskFunction
+) -> None:
+    """Run the combinations of `params` (the config's) and `arguments` (the command line's, which win), print the table.
+
+    Raises UserError before anything is written where a combination is wrong, RunsFailed at the end where runs failed.
+    """
+    swept, jobs = _jobs([*params, *arguments], config, context)
+    folder = Path(config.hydra.sweep.dir)
+    serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
+    _check_sweep(jobs, folder, serial)
+    tracker = open_tracker(jobs[0].config.tracking)
+    created = datetime.now(UTC).isoformat()
+    plan = SweepRecord(
+        folder.name, created, list(arguments), [job.overrides for job in jobs], [job.name for job in jobs], swept
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write(plan, folder)
+    if tracker is not None:
+        with tolerated(f"sweep {plan.sweep_id}"):
+            plan = replace(plan, parent_run_id=tracker.start_sweep(plan))
+            write(plan, folder)
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
+    interrupted = True
+    try:
+        _launch(jobs, launcher, serial)
+        interrupted = False
+    finally:
+        # Also when the user stops it: what there is, is closed and shown.
+        records = list(read_all(folder))
+        _finish(plan, folder, records, tracker, interrupted)
+    unfinished = sum(record.status != "finished" for record in records) + len(jobs) - len(records)
+    if unfinished:
+        raise RunsFailed(f"{unfinished} of {len(jobs)} runs did not finish; the table says why")
+
+
+def _jobs(texts: Sequence[str], config: DictConfig, context: HydraContext) -> tuple[list[str], list[Job]]:
+    """Return the swept keys and every combination, composed and checked; raise one ConfigError for all faults."""
+    overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(texts))
+    combinations = _combinations(overrides)
+    values: dict[str, set[str]] = {}
+    for combination in combinations:
+        for text in combination:
+            key, _, value = text.partition("=")
+            values.setdefault(key, set()).add(value)
+    swept = [key for key, seen in values.items() if len(seen) > 1]
+    jobs: list[Job] = []
+    faults: list[Fault] = []
+    for combination in combinations:
+        name = " ".join(text for text in combination if text.partition("=")[0] in swept) or " ".join(combination)
+        try:
+            composed = context.config_loader.load_sweep_config(config, combination)
+            checked = check(as_dict(composed))
+        except COMPOSITION_ERRORS as error:
+            raise explain(error, combination) from error
+        except ConfigError as error:
+            faults += error.faults
+        else:
+            jobs.append(Job(combination, name or checked.problem.name, checked))
+    if faults:
+        raise ConfigError(faults)
+    return swept, jobs
+
+
+def _combinations(overrides: list[Override]) -> list[list[str]]:
+    """Return the overrides of each job, in Hydra's own order: the last key turns fastest."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    return BasicSweeper.split_arguments(overrides, None)[0]
+
+
+def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool) -> None:
+    """Raise ConfigError for what is wrong with the sweep as a whole."""
+    faults = []
+    if read_sweep(folder) is not None:
+        faults.append(
+            Fault("hydra.sweep.dir", folder, "holds a sweep already", "choose another folder, or leave it out")
+        )
+    for key in ("tracking", "sweep"):
+        if len({getattr(job.config, key) for job in jobs}) > 1:
+            faults.append(Fault(key, "several values", "must be the same for the whole sweep", "start two sweeps"))
+    if not serial and jobs[0].config.sweep.on_failure == "stop":
+        remedy = "use sweep.on_failure=continue, or hydra/launcher=basic"
+        faults.append(Fault("sweep.on_failure", "stop", "needs a launcher that runs one job after the other", remedy))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool) -> None:
+    """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once."""
+    progress = Progress(len(jobs))
+    try:
+        for batch in _batches(len(jobs), serial):
+            if serial:
+                progress.starting(jobs[batch.start].name)
+            returned = launcher.launch([jobs[number].overrides for number in batch], initial_job_idx=batch.start)
+            folders = [Path(job.hydra_cfg.hydra.runtime.output_dir) for job in returned if job.hydra_cfg is not None]
+            del returned  # it would keep a failed job's tensors alive; the records say what happened
+            for folder in folders:
+                record = read(folder)
+                if record is not None:
+                    progress.ended(record)
+                if (record is None or record.status != "finished") and jobs[0].config.sweep.on_failure == "stop":
+                    log.warning("stopped after the first failure, as sweep.on_failure=stop says")
+                    return
+    finally:
+        progress.close()
+
+
+def _batches(count: int, serial: bool) -> Iterator[range]:
+    size = 1 if serial else count
+    yield from (range(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _finish(plan: SweepRecord, folder: Path, records: list[Record], tracker: Tracker | None, interrupted: bool) -> None:
+    """Close the sweep: its record, its table in the folder and on standard output, its MLflow run."""
+    plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
+    write(plan, folder)
+    frame = summary.to_frame(records)
+    tables = summary.compare(frame)
+    report.write_csv(frame, folder / TABLE_FILE)
+    whole = len(records) == len(plan.jobs) and all(record.status == "finished" for record in records)
+    status: Status = "interrupted" if interrupted else "finished" if whole else "failed"
+    look = None
+    if tracker is not None and plan.parent_run_id is not None:
+        with tolerated(f"sweep {plan.sweep_id}"):
+            note = report.markdown(tables)
+            tracker.end_sweep(plan.parent_run_id, status, note, [folder / TABLE_FILE], plan.ended_at or "")
+            look = tracker.how_to_look(plan.parent_run_id)
+    print(report.text(tables))
+    log.info("%s", "\n".join(filter(None, [f"records: {os.path.relpath(folder)}", look])))

@@ -1,0 +1,256 @@
+"""MLflow: where finished records go to be browsed. The only file that imports mlflow, and it does so late.
+
+The record on disk is the truth; this is a copy of it. A server that is away therefore costs a warning and nothing else,
+while a local database that cannot be written is the user's to mend, and told before the first run.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import os
+import socket
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from accum_sweep.config import Tracking, flatten
+from accum_sweep.errors import ConfigError, Fault
+from accum_sweep.record import Record, Status, SweepRecord
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+log = logging.getLogger(__name__)
+
+DEFAULT_URI = "sqlite:///mlflow.db"  # what plain `mlflow ui` shows
+ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED"}  # all others: FAILED
+BATCH = 1000  # metrics that MLflow takes at once; of parameters and tags, 100
+LONGEST_VALUE = 6000  # characters of a parameter or tag; MLflow cuts the rest off without a word
+
+
+class Tracker:
+    """An open experiment in one MLflow store."""
+
+    def __init__(self, client: "MlflowClient", uri: str, experiment_id: str, from_environment: bool) -> None:
+        self._client = client
+        self._uri = uri
+        self._experiment_id = experiment_id
+        self._from_environment = from_environment
+
+    def start_sweep(self, sweep: SweepRecord) -> str:
+        """Create the parent run of a sweep and return its MLflow run id."""
+        tags = {"accum_sweep.sweep_id": sweep.sweep_id, "accum_sweep.command": _cut(" ".join(sweep.overrides))}
+        return self._create_run(f"sweep {sweep.sweep_id}", tags, sweep.created_at)
+
+    def end_sweep(self, parent_run_id: str, status: Status, note: str, artifacts: list[Path], ended_at: str) -> None:
+        """Close the parent run; `note` is Markdown and becomes its description."""
+        self._client.set_tag(parent_run_id, "mlflow.note.content", note)
+        self._client.set_tag(parent_run_id, "accum_sweep.status", status)
+        for path in artifacts:
+            self._client.log_artifact(parent_run_id, str(path))
+        self._client.set_terminated(parent_run_id, ENDED.get(status, "FAILED"), _milliseconds(ended_at))
+
+    def log_run(self, record: Record, folder: Path, parent_run_id: str | None = None) -> str:
+        """Copy a record, and every file of its folder, into a run of its own; return the MLflow run id."""
+        from mlflow.entities import Param
+
+        run_id = self._create_run(record.name, _tags(record, parent_run_id), record.started_at)
+        params = [Param(key, _cut(_as_text(value))) for key, value in flatten(record.config).items()]
+        metrics = list(_metrics(record))
+        for start in range(0, max(len(params), 1), 100):
+            self._client.log_batch(run_id, params=params[start : start + 100])
+        for start in range(0, len(metrics), BATCH):
+            self._client.log_batch(run_id, metrics=metrics[start : start + BATCH])
+        self._client.log_artifacts(run_id, str(folder))
+        self._client.set_terminated(run_id, ENDED.get(record.status, "FAILED"), _milliseconds(record.ended_at))
+        return run_id
+
+    def how_to_look(self, run_id: str) -> str:
+        """Return the command and the address that lead to a run's page."""
+        page = f"#/experiments/{self._experiment_id}/runs/{run_id}?workflowType=machine_learning"
+        if urlsplit(self._uri).scheme in ("http", "https"):
+            return f"in MLflow: {without_password(self._uri).rstrip('/')}/{page}"
+        command = "mlflow ui"
+        if self._uri != DEFAULT_URI:
+            # Never the URI from the environment itself: it is where a password is.
+            uri = '"$MLFLOW_TRACKING_URI"' if self._from_environment else self._uri
+            command += f" --backend-store-uri {uri}"
+        return f"in MLflow: {command}   then open http://127.0.0.1:5000/{page}"
+
+    def _create_run(self, name: str, tags: dict[str, str], started_at: str) -> str:
+        run = self._client.create_run(self._experiment_id, _milliseconds(started_at), tags, name)
+        return str(run.info.run_id)
+
+
+@functools.lru_cache(maxsize=8)
+def open_tracker(settings: Tracking) -> Tracker | None:
+    """Open the store, once a process; None where tracking is off, or its server is away (after a warning).
+
+    Raises ConfigError where a store on this machine cannot be used.
+    """
+    if settings.backend == "none":
+        return None
+    from_environment = settings.uri is None and "MLFLOW_TRACKING_URI" in os.environ
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    key = "MLFLOW_TRACKING_URI" if from_environment else "tracking.uri"
+    scheme = urlsplit(uri).scheme.partition("+")[0]
+    if scheme not in ("sqlite", "postgresql", "mysql", "mssql", "http", "https"):
+        remedy = f"for example {DEFAULT_URI}, postgresql://..., or http://host:5000"
+        raise ConfigError([Fault(key, without_password(uri), "must be a database or a tracking server", remedy)])
+    if scheme == "sqlite":
+        _prepare_sqlite(uri, key)
+    elif scheme in ("http", "https") and (trouble := _unreachable(uri)):
+        log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_password(uri), trouble)
+        return None
+    try:
+        return _open(uri, settings.experiment, from_environment)
+    except Exception as error:  # MLflow and the drivers below it raise what they like
+        if scheme == "sqlite":
+            remedy = "mend it, or choose another tracking.uri"
+            raise ConfigError([Fault(key, uri, f"MLflow cannot use it ({_first_line(error)})", remedy)]) from error
+        trouble = _first_line(error).replace(uri, without_password(uri))
+        log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_password(uri), trouble)
+        return None
+
+
+@contextlib.contextmanager
+def tolerated(what: str) -> Iterator[None]:
+    """Turn a failure to write to MLflow into a warning: the record on disk has everything."""
+    try:
+        yield
+    except Exception as error:  # MLflow and the drivers below it raise what they like
+        log.warning("MLflow does not take %s (%s); its folder has everything", what, type(error).__name__)
+        log.debug("MLflow's own words", exc_info=True)
+
+
+def without_password(uri: str) -> str:
+    """Return `uri` with its password, if it has one, taken out."""
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@") if password else uri
+
+
+def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # by default a lost server costs minutes a run
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    client = MlflowClient(tracking_uri=uri)
+    found = client.get_experiment_by_name(experiment)
+    if found is None:
+        # Not MLflow's default experiment: if `mlflow ui` made that one, its artifacts can only be written through the
+        # server. A server gives its own location; beside a database, ours is absolute.
+        local = urlsplit(uri).scheme not in ("http", "https")
+        location = (Path.cwd() / "mlruns" / experiment).as_uri() if local else None
+        try:
+            return Tracker(client, uri, client.create_experiment(experiment, location), from_environment)
+        except MlflowException:  # another process was faster
+            found = client.get_experiment_by_name(experiment)
+            if found is None:
+                raise
+    return Tracker(client, uri, found.experiment_id, from_environment)
+
+
+def _prepare_sqlite(uri: str, key: str) -> None:
+    """Make sure that the database file is there and can be written, at once: MLflow itself retries for minutes."""
+    path = Path(uri.partition(":///")[2].partition("?")[0])
+    fault = Fault(key, uri, "cannot be written", "choose a file in a folder that you may write to")
+    try:
+        if not path.exists() or path.stat().st_size == 0:
+            _create_database(path)
+        with contextlib.closing(sqlite3.connect(path, timeout=20)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.execute("CREATE TABLE accum_sweep_probe (x)")
+            connection.rollback()
+    except sqlite3.DatabaseError as error:
+        if "locked" not in str(error):  # locked is busy, and MLflow waits for its turn
+            raise ConfigError([Fault(key, uri, f"cannot be written ({error})", fault.remedy)]) from error
+    except OSError as error:
+        raise ConfigError([Fault(key, uri, f"cannot be written ({error.strerror})", fault.remedy)]) from error
+
+
+def _create_database(path: Path) -> None:
+    """Create MLflow's tables in a temporary file and link it into place: of several at once, one wins, whole."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(2, f"there is no folder {path.parent}")
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        for noisy in ("mlflow.store.db.utils", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        artifacts = (Path.cwd() / "mlruns").as_uri()
+        store = SqlAlchemyStore(f"sqlite:///{temporary.absolute()}", artifacts)  # type: ignore[no-untyped-call]
+        store.engine.dispose()
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        for left in path.parent.glob(f"{temporary.name}*"):
+            left.unlink(missing_ok=True)
+
+
+def _unreachable(uri: str) -> str | None:
+    """Say why a server does not answer; None if it does."""
+    parts = urlsplit(uri)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        with socket.create_connection((parts.hostname or "", port), timeout=5):
+            return None
+    except OSError as error:
+        return str(error)
+
+
+def _tags(record: Record, parent_run_id: str | None) -> dict[str, str]:
+    tags: dict[str, Any] = {
+        "mlflow.parentRunId": parent_run_id,
+        "mlflow.source.name": "accum_sweep",
+        "mlflow.source.git.commit": record.environment.get("git_commit"),
+        "accum_sweep.sweep_id": record.sweep_id,
+        "accum_sweep.run_id": record.run_id,
+        "accum_sweep.run_key": record.run_key,
+        "accum_sweep.status": record.status,
+        "accum_sweep.reason": record.reason,
+        **{f"accum_sweep.{key}": value for key, value in record.environment.items()},
+        **{key: value for key, value in record.result.items() if key in ("initial_weight", "final_weight")},
+    }
+    return {key: _cut(_as_text(value)) for key, value in tags.items() if value is not None}
+
+
+def _metrics(record: Record) -> Iterator["Metric"]:
+    """Yield final metrics at the last step, and series by step; what is not finite breaks MLflow's pages."""
+    from mlflow.entities import Metric
+
+    started, ended = _milliseconds(record.started_at), _milliseconds(record.ended_at)
+    for key, number in record.metrics.items():
+        if number is not None and math.isfinite(number):
+            yield Metric(key, number, ended, int(record.metrics.get("steps_done") or 0))
+    for key, numbers in record.series.items():
+        for index, value in enumerate(numbers, start=1):
+            if value is not None and math.isfinite(value):
+                yield Metric(key, value, started + (ended - started) * index // len(numbers), index)
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
+def _milliseconds(iso: str) -> int:
+    return int(datetime.fromisoformat(iso).timestamp() * 1000)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

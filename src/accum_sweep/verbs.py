@@ -1,0 +1,90 @@
+"""The command line's verbs: what is done with runs once they are there. Each takes arguments, returns an exit code."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from accum_sweep.errors import UserError, nearest
+from accum_sweep.record import RUNS_FOLDER, Record, SweepRecord, records, sweeps
+
+START_ONE = "start one: python -m accum_sweep -m accum_steps=1,2,4,8"
+
+
+def summary(arguments: Sequence[str]) -> int:
+    """Print the table of a sweep, and on request all its runs as CSV."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accum_sweep summary",
+        description="Compare the runs of a sweep: one row a setting, seeds folded, each against accum_steps=1.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "sweep", nargs="?", default="latest", help="latest (the default), the id of a sweep or run, or all"
+    )
+    parser.add_argument("--list", action="store_true", help="list the sweeps instead")
+    parser.add_argument(
+        "--csv", metavar="FILE", help="write every run, one row each, all columns; - is standard output"
+    )
+    parser.add_argument(
+        "--runs", metavar="FOLDER", default=RUNS_FOLDER, help=f"where the records are (default {RUNS_FOLDER})"
+    )
+    options = parser.parse_args(arguments)
+    folder = Path(options.runs)
+    if options.list:
+        _list(folder)
+        return 0
+    chosen = _choose(options.sweep, folder)
+    from accum_sweep import report  # pandas takes half a second that --list and errors do without
+    from accum_sweep.summary import compare, to_frame
+
+    frame = to_frame(chosen)
+    if options.csv:
+        report.write_csv(frame, None if options.csv == "-" else Path(options.csv))
+    if options.csv != "-":
+        print(report.text(compare(frame)))
+    return 0
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {"summary": summary}
+
+
+def _list(folder: Path) -> None:
+    """Print one line a sweep: its id, how its runs ended, and what was typed."""
+    found = sweeps(folder)
+    if not found:
+        print(f"no sweeps in {folder} yet; {START_ONE}")
+    for path, sweep in found:
+        print(f"{sweep.sweep_id}  {_state(sweep, list(records(path)))}  {' '.join(sweep.overrides)}")
+
+
+def _state(sweep: SweepRecord, runs: Sequence[Record]) -> str:
+    finished = sum(record.status == "finished" for record in runs)
+    return f"{finished}/{len(sweep.jobs)} finished"
+
+
+def _choose(which: str, folder: Path) -> list[Record]:
+    """Return the records of the sweep or run called `which`; raise UserError where there is none."""
+    if which == "all":
+        found = list(records(folder))
+        if not found:
+            raise UserError(
+                f"summary: no runs in {folder} yet; start some: python -m accum_sweep -m accum_steps=1,2,4,8"
+            )
+        return found
+    known = sweeps(folder)
+    if which == "latest":
+        if not known:
+            raise UserError(
+                f"summary: no sweeps in {folder} yet; start one: python -m accum_sweep -m accum_steps=1,2,4,8"
+            )
+        return list(records(known[-1][0]))
+    for path, sweep in known:
+        if sweep.sweep_id == which:
+            return list(records(path))
+    everything = list(records(folder)) if folder.is_dir() else []
+    single = [record for record in everything if record.run_id == which]
+    if single:
+        return single
+    ids = [sweep.sweep_id for _, sweep in known] + [record.run_id for record in everything if record.sweep_id is None]
+    raise UserError(
+        f"summary {which}: there is no such sweep or run in {folder}; {nearest(which, ids, 'see summary --list')}"
+    )
