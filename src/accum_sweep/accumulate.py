@@ -61,7 +61,8 @@ def accumulate_gradients(
             divisor = {"sum": items, "mean": items * len(micro_batches), "items": expected}[normalization]
             scale, scale_items = torch.full_like(loss_sum, 1 / divisor), items
         loss_sum.backward(gradient=scale)  # type: ignore[no-untyped-call]
-        loss_sums.append(loss_sum.detach())
+        # A copy: the scalar that `mse_loss` and others return sits on a buffer as large as the model's output.
+        loss_sums.append(loss_sum.detach().clone())
         counts.append(items)
         del micro_batch, loss_sum  # or they would still be there while the next one is made
     total = sum(counts)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hydra
 from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str]) -> None:
     except COMPOSITION_ERRORS as error:
         search = [f"hydra.searchpath=['{Path(options.config_dir).absolute()}']"] if options.config_dir else []
         raise explain(error, [*search, *options.overrides]) from error
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
@@ -84,9 +87,9 @@ def task(composed: DictConfig) -> float | None:
         record, _ = _execute(config, folder, identity, sweep.parent_run_id)
         return record.metrics.get("last_loss")
     record, look = _single(config, folder, overrides)
+    log.info("%s", "\n".join(filter(None, [f"record: {os.path.relpath(folder)}/record.json", look])))
     if record.status != "finished":
         raise RunsFailed(f"{record.status}: {record.reason}")
-    log.info("%s", "\n".join(filter(None, [f"record: {os.path.relpath(folder)}/record.json", look])))
     print(json.dumps(record.result))
     return record.metrics.get("last_loss")
 
@@ -109,7 +112,7 @@ def _single(config: Config, folder: Path, overrides: list[str]) -> tuple[Record,
 
 def _execute(config: Config, folder: Path, identity: Identity, parent: str | None = None) -> tuple[Record, str | None]:
     """Execute, then track; return the record and where to look at it."""
-    from accum_sweep.run import execute
+    from accum_sweep.execute import execute
     from accum_sweep.tracking import open_tracker, tolerated
 
     tracker = open_tracker(config.tracking)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -20,7 +21,7 @@ PACKAGE = Path(__file__).parent
 # Inside the package in a wheel, beside `src` in a checkout.
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parents[1] / "conf"
 HYDRA_VERSION_BASE = "1.3"
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException)
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError)
 
 
 def compose(overrides: Sequence[str]) -> dict[str, Any]:
@@ -51,7 +52,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> UserError:
         faults.append(fault)
         remaining.remove(culprit)
         try:
-            check(_compose(remaining))
+            check(_compose(remaining), with_torch=False)
         except ConfigError as more:
             return ConfigError([*faults, *more.faults])
         except COMPOSITION_ERRORS as next_error:

@@ -1,7 +1,7 @@
 """The configuration of a run: its types, its rules, and the sizes that follow from the ones given.
 
 `check` takes what Hydra composed, as a plain dictionary, and returns a `Config` or one error that tells all faults. It
-neither reads nor writes anything, and imports torch only when everything that can be checked without it is right.
+neither reads nor writes anything.
 """
 
 import hashlib
@@ -107,8 +107,11 @@ def run_key(config: Config, device: str) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def check(composed: Mapping[str, Any]) -> Config:
-    """Return the checked configuration with its sizes derived; raise ConfigError with every fault found."""
+def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
+    """Return the checked configuration with its sizes derived; raise ConfigError with every fault found.
+
+    torch, which takes a second to load, is asked for its opinion last, and only where there is no other fault.
+    """
     raw = dict(composed)
     faults: list[Fault] = []
     bad: set[str] = set()
@@ -136,7 +139,7 @@ def check(composed: Mapping[str, Any]) -> Config:
     if "tracking" not in bad:
         faults += _secret_faults(config.tracking)
     if not bad & {"optimizer", "lr"}:
-        faults += _optimizer_faults(config, import_torch=not faults)
+        faults += _optimizer_faults(config, with_torch and not faults)
     if faults:
         raise ConfigError(faults)
     return config
@@ -265,11 +268,11 @@ def _secret_faults(tracking: Tracking) -> list[Fault]:
     return []
 
 
-def _optimizer_faults(config: Config, import_torch: bool) -> list[Fault]:
+def _optimizer_faults(config: Config, with_torch: bool) -> list[Fault]:
     """Let torch.optim judge its own arguments, on one throw-away weight."""
     if not isinstance(config.optimizer.get("name"), str):
         return [Fault("optimizer.name", config.optimizer.get("name"), "must name a class in torch.optim", "e.g. SGD")]
-    if not import_torch:
+    if not with_torch:
         return []
     from accum_sweep.optimizers import probe
 

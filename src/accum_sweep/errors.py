@@ -27,8 +27,10 @@ class ConfigError(UserError):
     """Every fault of a configuration at once, one a line."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self.faults = tuple(dict.fromkeys(faults))
-        super().__init__("\n".join(str(fault) for fault in self.faults))
+        self.faults = tuple(
+            {str(fault): fault for fault in faults}.values()
+        )  # a sweep meets the same one again and again
+        super().__init__("\n".join(map(str, self.faults)))
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

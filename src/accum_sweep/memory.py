@@ -3,6 +3,9 @@
 CPU: torch keeps no peak of its CPU allocator, but its profiler reports every allocation and release; their running sum
 is exact to the byte, kernels' own buffers included. It slows what it watches, so watch a short pass, not a timed one.
 CUDA: the caching allocator's own statistics.
+
+What the CPU's number leaves out: memory that does not come from torch's allocator (oneDNN's own descriptors, some tens
+of kB), blocks that kernels take in worker threads, and that memory taken before the work may be released during it.
 """
 
 import os

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from accum_sweep.errors import UserError
-from accum_sweep.summary import COMPARED, KINDS, Comparison
+from accum_sweep.summary import COMPARED, KINDS, SIZES, Comparison
 
 LONGEST_CONSTANT = 40  # characters of a setting in the caption; longer ones are told by the record
 
@@ -54,9 +54,9 @@ def cells(comparison: Comparison) -> list[list[str]]:
     rows = comparison.rows
     columns: list[tuple[str, list[str]]] = []
     for setting in comparison.settings:
-        columns.append(
-            (setting.removeprefix("problem.").removeprefix("optimizer."), [_plain(v) for v in rows[setting]])
-        )
+        header = setting.removesuffix(".name").removeprefix("problem.").removeprefix("optimizer.")
+        missing = "as written" if setting in SIZES else "-"
+        columns.append((header, [missing if _missing(value) else _plain(value) for value in rows[setting]]))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
         columns.append((HEADERS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
@@ -161,9 +161,7 @@ def _weight(values: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return a setting as one would type it; sizes of mixed columns are whole numbers again."""
-    if _missing(value):
-        return "as written"
+    """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else str(value)
 
 

@@ -160,19 +160,21 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
 def _prepare_sqlite(uri: str, key: str) -> None:
     """Make sure that the database file is there and can be written, at once: MLflow itself retries for minutes."""
     path = Path(uri.partition(":///")[2].partition("?")[0])
-    fault = Fault(key, uri, "cannot be written", "choose a file in a folder that you may write to")
+    remedy = "choose a file in a folder that you may write to"
     try:
-        if not path.exists() or path.stat().st_size == 0:
+        if not path.exists():
             _create_database(path)
+        elif not path.is_file():
+            raise ConfigError([Fault(key, uri, "is no file", remedy)])
         with contextlib.closing(sqlite3.connect(path, timeout=20)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.execute("CREATE TABLE accum_sweep_probe (x)")
             connection.rollback()
     except sqlite3.DatabaseError as error:
         if "locked" not in str(error):  # locked is busy, and MLflow waits for its turn
-            raise ConfigError([Fault(key, uri, f"cannot be written ({error})", fault.remedy)]) from error
+            raise ConfigError([Fault(key, uri, f"cannot be written ({error})", remedy)]) from error
     except OSError as error:
-        raise ConfigError([Fault(key, uri, f"cannot be written ({error.strerror})", fault.remedy)]) from error
+        raise ConfigError([Fault(key, uri, f"cannot be written ({error.strerror})", remedy)]) from error
 
 
 def _create_database(path: Path) -> None:
@@ -190,8 +192,6 @@ def _create_database(path: Path) -> None:
         artifacts = (Path.cwd() / "mlruns").as_uri()
         store = SqlAlchemyStore(f"sqlite:///{temporary.absolute()}", artifacts)  # type: ignore[no-untyped-call]
         store.engine.dispose()
-        if path.exists() and path.stat().st_size == 0:
-            path.unlink()
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
     finally:

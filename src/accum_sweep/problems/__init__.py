@@ -29,4 +29,8 @@ def params_class(name: str) -> type[ProblemParams]:
     if not (isinstance(params, type) and issubclass(params, ProblemParams)):
         remedy = "derive Params from accum_sweep.problems.ProblemParams"
         raise ConfigError([Fault("problem.name", name, "holds a Params that is no ProblemParams", remedy)])
+    missing = [name for name in ("train_samples", "build") if getattr(params, name) is getattr(ProblemParams, name)]
+    if missing:
+        rule = f"{module_name}.Params lacks {' and '.join(missing)}"
+        raise ConfigError([Fault("problem.name", name, rule, "see ProblemParams for what they return")])
     return params

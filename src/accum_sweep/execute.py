@@ -157,11 +157,12 @@ def _peak(config: Config, problem: Problem, device: torch.device) -> Peak:
     """Measure the peak of model, gradients, optimizer state, activations and micro-batches; the data set is not in it.
 
     A copy of the model is trained just long enough to reach the run's peak. That takes two steps, the second with the
-    optimizer's state in place, of two micro-batches each, the second with gradients in place. Micro-batches of unequal
-    size are all needed: the largest may come late.
+    optimizer's state in place, of two micro-batches each, the second with gradients in place. Where micro-batches are
+    of unequal size it takes whole windows, until their pattern comes again.
     """
-    needed = 2 if config.micro_batch_size is not None else config.accum_steps
-    first = [window[:needed] for window in islice(_windows(config, problem), 2)]
+    equal = config.micro_batch_size is not None
+    steps = 2 if equal else 1 + len(config.micro_batch_sizes)
+    first = [window[: 2 if equal else None] for window in islice(_windows(config, problem), steps)]
 
     def short_pass() -> None:
         model = copy.deepcopy(problem.model).to(device)

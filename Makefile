@@ -1,0 +1,34 @@
+# Fresh machine: `make sweep` or `make test` sets up .venv first. Needs Python 3.11 or newer with pip 22.3 or newer.
+PYTHON ?= python3
+IN = .venv/bin/python -m
+
+.PHONY: sweep test check wheel clean
+
+sweep: .venv/run  ## set up, then run the main job
+	$(IN) accum_sweep -m accum_steps=1,2,4,8
+
+test: .venv/dev check  ## set up, then lint, types and tests
+
+check:
+	$(IN) ruff check .
+	$(IN) ruff format --check .
+	$(IN) mypy
+	$(IN) pytest
+
+wheel: .venv/dev
+	$(IN) build --wheel --no-isolation
+
+# --without-pip: Debian's Python has no ensurepip. pip itself installs into the environment from outside.
+.venv/bin/python:
+	$(PYTHON) -m venv --without-pip .venv
+
+.venv/run: .venv/bin/python pyproject.toml constraints.txt
+	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e .
+	@touch $@
+
+.venv/dev: .venv/bin/python pyproject.toml constraints.txt
+	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev]'
+	@touch $@ .venv/run
+
+clean:
+	rm -rf .venv dist

@@ -1,0 +1,58 @@
+"""What the tests share: the real command line in a folder of its own, and a watch on what a test leaves behind."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Settings of whoever runs the tests that would change what the product does.
+FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_BACKEND_STORE_URI", "HYDRA_FULL_ERROR", "OMP_NUM_THREADS")
+
+# What torch, MLflow and we set once, at import or first use, and never take back.
+SET_BY_IMPORTS = ("PYTEST_", "KINETO_", "KMP_", "TORCHINDUCTOR_", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_environment() -> None:
+    for name in FOREIGN:
+        os.environ.pop(name, None)
+    os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # tests reach no network
+    os.environ["PYTHONWARNINGS"] = "error::UserWarning:accum_sweep"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    before = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
+    left = {name for name in changed if not name.startswith(SET_BY_IMPORTS)}
+    assert not left, "environment leaked"
+    alive = [thread for thread in set(threading.enumerate()) - threads if thread.is_alive() and not thread.daemon]
+    assert not alive, "threads leaked"
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """`python -m accum_sweep WORDS` in the test's own folder."""
+
+    def run(*words: str, cwd: Path = tmp_path, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "accum_sweep", *words]
+        return subprocess.run(
+            command, cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+        )
+
+    return run
+
+
+@pytest.fixture
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The test's own folder as the current one, for `accum_sweep.run`."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path

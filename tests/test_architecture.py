@@ -1,0 +1,113 @@
+"""The walls of the house: who may import whom, and what the command line must not load to answer."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import Cli
+
+PACKAGE = Path(__file__).parents[1] / "src/accum_sweep"
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, late imports and those for types included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def importers(package: str) -> set[str]:
+    """Names of our files that import `package`."""
+    files = PACKAGE.rglob("*.py")
+    return {
+        str(path.relative_to(PACKAGE))
+        for path in files
+        if any(name == package or name.startswith(f"{package}.") for name in imports(path))
+    }
+
+
+@pytest.mark.parametrize(
+    ("package", "allowed"),
+    [
+        ("mlflow", {"tracking.py"}),
+        ("hydra", {"app.py", "compose.py", "sweep.py"}),
+        ("omegaconf", {"app.py", "compose.py", "sweep.py"}),
+        ("pandas", {"summary.py", "report.py"}),
+    ],
+)
+def test_a_library_is_known_to_its_own_rooms_only(package: str, allowed: set[str]) -> None:
+    assert importers(package) == allowed
+
+
+@pytest.mark.parametrize(
+    ("file", "forbidden"),
+    [
+        ("accumulate.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
+        ("windows.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
+        ("memory.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
+        ("summary.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
+        ("report.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
+        ("execute.py", {"mlflow", "hydra", "pandas", "accum_sweep.report", "accum_sweep.summary"}),
+        ("record.py", {"torch", "mlflow", "hydra", "pandas", "accum_sweep.config"}),
+    ],
+)
+def test_the_data_goes_one_way(file: str, forbidden: set[str]) -> None:
+    found = imports(PACKAGE / file)
+    assert not {name for name in found if any(name == f or name.startswith(f"{f}.") for f in forbidden)}
+
+
+def test_there_is_no_room_for_oddments() -> None:
+    assert not [path for path in PACKAGE.rglob("*.py") if path.stem in ("utils", "helpers", "misc", "common")]
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--help"], 0),
+        (["--cfg", "job"], 0),
+        (["--version"], 0),
+        (["--info", "defaults"], 0),
+        (["accum_steps=0"], 2),
+        (["acum_steps=1"], 2),
+        (["summary", "--list"], 0),
+        (["summary", "nothing"], 2),
+    ],
+)
+def test_quick_answers_load_neither_torch_nor_mlflow_nor_pandas(
+    cli: Cli, tmp_path: Path, words: list[str], code: int
+) -> None:
+    (tmp_path / "spy").mkdir()
+    spy = "import atexit, sys\natexit.register(lambda: open('loaded', 'w').write(' '.join(sys.modules)))\n"
+    (tmp_path / "spy/sitecustomize.py").write_text(spy)
+    done = cli(*words, PYTHONPATH=str(tmp_path / "spy"))
+    assert done.returncode == code, done.stderr
+    loaded = set((tmp_path / "loaded").read_text().split())
+    assert "accum_sweep" in loaded, "the spy sees"
+    assert not loaded & {"torch", "mlflow", "pandas"}
+
+
+def test_the_spy_would_see_torch(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "spy").mkdir()
+    spy = "import atexit, sys\natexit.register(lambda: open('loaded', 'w').write(' '.join(sys.modules)))\n"
+    (tmp_path / "spy/sitecustomize.py").write_text(spy)
+    assert cli("tracking=none", PYTHONPATH=str(tmp_path / "spy")).returncode == 0
+    loaded = set((tmp_path / "loaded").read_text().split())
+    assert "torch" in loaded
+    assert not loaded & {"mlflow", "pandas"}, "a run loads what it needs"
+
+
+def test_the_package_itself_is_light() -> None:
+    import accum_sweep
+
+    assert set(accum_sweep.__all__) == {"ConfigError", "Record", "UserError", "run"}
+    assert all(callable(getattr(accum_sweep, name)) for name in accum_sweep.__all__)
+    with pytest.raises(AttributeError):
+        accum_sweep.nothing  # noqa: B018
+    assert "accum_sweep" in sys.modules

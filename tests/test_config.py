@@ -1,0 +1,182 @@
+"""Rules and derived sizes, the errors that tell them, and what makes two runs the same."""
+
+import pytest
+
+from accum_sweep.compose import compose
+from accum_sweep.config import Config, check, flatten, run_key
+from accum_sweep.errors import ConfigError, nearest
+
+DIGITS = "problem=digits_mlp"
+
+
+def checked(*overrides: str) -> Config:
+    return check(compose(overrides))
+
+
+def sizes(*overrides: str) -> tuple[int | None, int | None, int | None]:
+    config = checked(*overrides)
+    return config.accum_steps, config.micro_batch_size, config.effective_batch_size
+
+
+@pytest.mark.parametrize(
+    ("given", "derived", "fixed"),
+    [
+        (["accum_steps=4", "micro_batch_size=16"], (4, 16, 64), "micro_batch_size"),
+        (["accum_steps=4", "effective_batch_size=64"], (4, 16, 64), "effective_batch_size"),
+        (["micro_batch_size=16", "effective_batch_size=64"], (4, 16, 64), "effective_batch_size"),
+        (["accum_steps=4", "micro_batch_size=16", "effective_batch_size=64"], (4, 16, 64), "effective_batch_size"),
+        (["accum_steps=8"], (8, 16, 128), "micro_batch_size"),
+        (["micro_batch_size=3"], (1, 3, 3), "micro_batch_size"),
+        (["effective_batch_size=48"], (1, 48, 48), "effective_batch_size"),
+        ([], (1, 16, 16), "micro_batch_size"),
+    ],
+)
+def test_two_sizes_give_the_third(given: list[str], derived: tuple[int, ...], fixed: str) -> None:
+    assert sizes(DIGITS, *given) == derived
+    assert checked(DIGITS, *given).fixed == fixed
+
+
+def test_the_textbook_takes_its_mini_batches_as_written() -> None:
+    assert sizes() == (4, 2, 8)
+    uneven = "problem.batches=[{x:[[1,1]],y:[1]},{x:[[1,2],[2,1]],y:[1,2]}]"
+    assert sizes(uneven, "accum_steps=2") == (2, None, None)
+    assert checked(uneven).micro_batch_sizes == (1, 2)
+    assert sizes(uneven, "micro_batch_size=1") == (4, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [([], 1, None), (["steps=7"], 7, None), (["epochs=2"], None, 2), (["steps=1e3"], 1000, None)],
+)
+def test_length_is_steps_or_epochs(words: list[str], steps: int | None, epochs: int | None) -> None:
+    config = checked(*words)
+    assert (config.steps, config.epochs) == (steps, epochs)
+
+
+def test_digits_are_trained_for_epochs_unless_steps_are_given() -> None:
+    assert (checked(DIGITS).steps, checked(DIGITS).epochs) == (None, 5)
+    assert (checked(DIGITS, "steps=3").steps, checked(DIGITS, "steps=3").epochs) == (3, None)
+
+
+@pytest.mark.parametrize("word", ["seed=0", "lr=0", "lr=0.0", "seed=18446744073709551615", "accum_steps=1e1"])
+def test_edges_that_are_valid(word: str) -> None:
+    assert checked(word)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["accum_steps=0"], ["accum_steps"]),
+        (["accum_steps=true"], ["accum_steps"]),
+        (["lr=null"], ["lr"]),
+        (["lr=inf"], ["lr"]),
+        (["lr=true"], ["lr"]),
+        (["seed=-1"], ["seed"]),
+        (["seed=18446744073709551616"], ["seed"]),
+        (["steps=0"], ["steps"]),
+        (["steps=2", "epochs=2"], ["steps"]),
+        (["device=gpu"], ["device"]),
+        (["device=cuda:x"], ["device"]),
+        (["normalization=items "], []),
+        (["normalization=average"], ["normalization"]),
+        (["save_weights=7"], ["save_weights"]),
+        (["tracking.backend=wandb"], ["tracking.backend"]),
+        (["sweep.on_failure=panic"], ["sweep.on_failure"]),
+        (["tracking.uri=postgresql://me:secret@host/db"], ["tracking.uri"]),
+        (["optimizer.name=SDG"], ["optimizer"]),
+        (["+optimizer.speed=3"], ["optimizer"]),
+        (["optimizer=momentum", "optimizer.momentum=-1"], ["optimizer"]),
+        (["optimizer.name=null"], ["optimizer.name"]),
+        (["problem.name=nothing"], ["problem.name"]),
+        (["problem.batches=[]"], ["problem.batches"]),
+        (["problem.batches=[{x:[[1,2]],y:[1,2]}]"], ["problem"]),
+        (["problem.batches=[{x:[[1,2],[3]],y:[1,2]}]"], ["problem"]),
+        (["problem.batches=[{x:[[1,2]],y:[a]}]"], ["problem.batches.0.y.0"]),
+        (["problem.initial_weight=[1]"], ["problem"]),
+        (["problem.bias=false", "problem.initial_bias=1"], ["problem"]),
+        ([DIGITS, "problem.hidden=0"], ["problem.hidden"]),
+        ([DIGITS, "problem.test_samples=1797"], ["problem.test_samples"]),
+        ([DIGITS, "micro_batch_size=1438"], ["micro_batch_size"]),
+        ([DIGITS, "effective_batch_size=2000"], ["micro_batch_size"]),
+        ([DIGITS, "effective_batch_size=64", "accum_steps=3"], ["effective_batch_size"]),
+        ([DIGITS, "effective_batch_size=64", "micro_batch_size=24"], ["effective_batch_size"]),
+        ([DIGITS, "effective_batch_size=2", "accum_steps=4"], ["effective_batch_size"]),
+        ([DIGITS, "accum_steps=4", "micro_batch_size=8", "effective_batch_size=64"], ["accum_steps"]),
+        ([DIGITS, "epochs=1", "last_window=drop", "accum_steps=100"], ["last_window"]),
+        (["epochs=1", "last_window=drop", "accum_steps=5"], ["last_window"]),
+        (["lr=-1", "accum_steps=0", "seed=x", "steps=1", "epochs=1"], ["lr", "accum_steps", "seed"]),
+        ([DIGITS, "lr=-1", "effective_batch_size=64", "accum_steps=3"], ["lr", "effective_batch_size"]),
+        (["+spede=3"], ["spede"]),
+        (["acum_steps=3", "lrr=2", "lr=-1"], ["acum_steps", "lrr", "lr"]),
+    ],
+)
+def test_every_fault_is_told_by_its_key(words: list[str], keys: list[str]) -> None:
+    if not keys:  # the control: a sound configuration has none
+        assert checked(*words)
+        return
+    with pytest.raises(ConfigError) as caught:
+        checked(*words)
+    assert [fault.key for fault in caught.value.faults] == keys
+    assert all(fault.rule and fault.remedy for fault in caught.value.faults)
+
+
+def test_a_password_is_not_repeated_in_the_error_about_it() -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked("tracking.uri=postgresql://me:secret@host/db")
+    assert "secret" not in str(caught.value)
+
+
+def test_remedies_are_sizes_that_work() -> None:
+    for words in (["accum_steps=3", "effective_batch_size=64"], ["micro_batch_size=24", "effective_batch_size=64"]):
+        with pytest.raises(ConfigError) as caught:
+            checked(DIGITS, *words)
+        remedy = caught.value.faults[0].remedy.split()[-1]
+        assert checked(DIGITS, words[0], f"effective_batch_size={remedy}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tracking=none"],
+        ["save_weights=true"],
+        ["sweep.on_failure=stop"],
+        ["accum_steps=4", "micro_batch_size=2"],
+        ["effective_batch_size=8"],
+        ["steps=1"],
+        ["steps=1.0"],
+        ["problem.default_accum_steps=4"],
+    ],
+)
+def test_the_run_key_does_not_move_with_what_cannot_change_the_result(words: list[str]) -> None:
+    assert run_key(checked(*words), "cpu") == run_key(checked(), "cpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lr=0.2"],
+        ["seed=1"],
+        ["accum_steps=3"],
+        ["steps=2"],
+        ["epochs=1"],
+        ["normalization=items"],
+        ["precision=fp64"],
+        ["optimizer=momentum"],
+        ["optimizer.weight_decay=0.1"],
+        ["problem.bias=false"],
+        ["micro_batch_size=1"],
+        [DIGITS],
+    ],
+)
+def test_the_run_key_moves_with_what_can(words: list[str]) -> None:
+    assert run_key(checked(*words), "cpu") != run_key(checked(), "cpu")
+    assert run_key(checked(), "cpu") != run_key(checked(), "cuda:0")
+
+
+def test_nearest_looks_at_the_end_of_a_key() -> None:
+    assert nearest("problem.hiden", ["problem.name", "problem.hidden"], "") == "did you mean problem.hidden?"
+    assert nearest("problem.width", ["problem.name", "problem.hidden"], "look") == "look"
+
+
+def test_flatten_keeps_lists_whole() -> None:
+    assert flatten({"a": {"b": [1, {"c": 2}], "d": {}}, "e": None}) == {"a.b": [1, {"c": 2}], "e": None}
