@@ -148,11 +148,11 @@ def test_the_sweeps_page_shows_the_printed_table_and_leads_to_its_runs(site: Sit
 
 
 @pytest.mark.parametrize("lr", [0.02, 1e20])
-def test_a_runs_page_shows_its_parameters_and_metrics_and_why_it_did_not_finish(site: Site, lr: float) -> None:
+def test_a_runs_pages_show_its_parameters_metrics_and_curves_and_why_it_did_not_finish(site: Site, lr: float) -> None:
     ((name, record),) = [(n, r) for n, r in site.runs.items() if (r.config["accum_steps"], r.config["lr"]) == (2, lr)]
-    server, _, _ = site.parent_address.partition("#")
     link = look(site.parent_address, name).links[name]
-    page = look(server + link[link.index("#") :], name, "accum_steps", "first_loss")
+    address = site.parent_address.partition("#")[0] + link[link.index("#") :]
+    page = look(address, name, "accum_steps", "first_loss")
     assert name in page.texts
     assert page.links.keys() >= {site.parent_name}
     shown = page.pairs()
@@ -163,6 +163,11 @@ def test_a_runs_page_shows_its_parameters_and_metrics_and_why_it_did_not_finish(
     else:
         assert record.reason is not None
         assert any(record.reason in text for text in page.texts)
+    path, _, query = address.partition("?")
+    curves = {f"{name} ({series})" for series in record.series}  # the charts' legends
+    assert len(curves) == 3
+    # A single value that is not finite would take all three charts away.
+    assert curves <= set(look(f"{path}/model-metrics?{query}", *curves).texts)
 
 
 def test_the_address_of_a_run_that_is_not_there_shows_none_of_this(site: Site) -> None:
@@ -188,19 +193,19 @@ def document(address: str, seconds: int) -> str:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         own = [f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000}"]
         command = [CHROMIUM, *BROWSER_FLAGS, *own, "--dump-dom", address]
-        with running(command, Path(profile), os.environ) as (browser, output):
+        with running(command, Path(profile), os.environ, errors=subprocess.DEVNULL) as (browser, output):
             browser.wait(timeout=90)
             return output.read_text(encoding="utf-8", errors="replace")
 
 
 @contextlib.contextmanager
 def running(
-    command: list[str], folder: Path, environment: Mapping[str, str]
+    command: list[str], folder: Path, environment: Mapping[str, str], errors: int = subprocess.STDOUT
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Start a program in a process group of its own, its output in a file; end the whole group, whatever happens."""
     with tempfile.TemporaryDirectory() as place, (Path(place) / "output").open("wb") as output:
         program = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True
+            command, cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True
         )
         try:
             yield program, Path(output.name)

@@ -59,7 +59,7 @@ def cells(comparison: Comparison) -> list[list[str]]:
         columns.append((header, [missing if _missing(value) else _plain(value) for value in rows[setting]]))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
-        columns.append((HEADERS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
+        columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
     if "final_weight" in rows:
         columns.append(("final weight", [_weight(value) for value in rows["final_weight"]]))
     columns.append(("not finished", list(rows["reason"])))
@@ -109,14 +109,14 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
 
 def _measured(row: pd.Series, metric: str) -> str:
     """Return mean, spread and comparison of one metric; empty where nothing was measured."""
-    _, show = HEADERS[metric]
+    _, show, show_relative = COLUMNS[metric]
     mean, spread, relative = row[metric], row[f"{metric}_std"], row.get(f"{metric}_vs_baseline", math.nan)
     if _missing(mean):
         return ""
     cell = show(mean) if _missing(spread) or spread == 0 else f"{show(mean)} ± {show(spread)}"
     if _missing(relative) or row.get("accum_steps") == 1:
         return cell
-    return f"{cell} (×{relative:.2f})" if COMPARED[metric] == "ratio" else f"{cell} ({_signed(relative)})"
+    return f"{cell} ({show_relative(relative)})"
 
 
 def _number(value: float) -> str:
@@ -125,6 +125,14 @@ def _number(value: float) -> str:
 
 def _signed(value: float) -> str:
     return "0" if value == 0 else f"{value:+.2g}"
+
+
+def _times(value: float) -> str:
+    return f"×{value:.2f}" if value >= 0.1 else f"×{value:.2g}"
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.2f} points"
 
 
 def _percent(value: float) -> str:
@@ -142,13 +150,14 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-HEADERS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "first_loss": ("first loss", _number),
-    "last_loss": ("last loss", _number),
-    "last_grad_norm": ("grad norm", _number),
-    "test/accuracy": ("test accuracy", _percent),
-    "peak_allocated_bytes": ("peak memory", _bytes),
-    "samples_per_second": ("samples/s", _rate),
+# By metric: how it is headed, how it is shown, how its difference from the baseline, or its ratio to it, is shown.
+COLUMNS: dict[str, tuple[str, Callable[[float], str], Callable[[float], str]]] = {
+    "first_loss": ("first loss", _number, _signed),
+    "last_loss": ("last loss", _number, _signed),
+    "last_grad_norm": ("grad norm", _number, _signed),
+    "test/accuracy": ("test accuracy", _percent, _points),
+    "peak_allocated_bytes": ("peak memory", _bytes, _times),
+    "samples_per_second": ("samples/s", _rate, _times),
 }
 
 
