@@ -7,7 +7,8 @@ IN = .venv/bin/python -m
 sweep: .venv/run  ## set up, then run the main job
 	$(IN) accum_sweep -m accum_steps=1,2,4,8
 
-test: .venv/dev check  ## set up, then lint, types and tests
+test: .venv/dev  ## set up, then lint, types and tests
+	$(MAKE) check
 
 check:
 	$(IN) ruff check .

@@ -23,7 +23,6 @@ def _own_environment() -> None:
     for name in FOREIGN:
         os.environ.pop(name, None)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # tests reach no network
-    os.environ["PYTHONWARNINGS"] = "error::UserWarning:accum_sweep"
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +43,11 @@ def cli(tmp_path: Path) -> Cli:
 
     def run(*words: str, cwd: Path = tmp_path, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "accum_sweep", *words]
-        return subprocess.run(
+        done = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
         )
+        assert "Warning" not in done.stderr, done.stderr
+        return done
 
     return run
 

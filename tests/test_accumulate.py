@@ -101,14 +101,21 @@ def test_an_undivided_sum_and_a_dropped_micro_batch_are_seen() -> None:
     assert relative_error(gradient(problem, (16,) * 3, "items"), full_batch_gradient(problem)) > 1e-3
 
 
-def _steps(optimizer: Callable[..., torch.optim.Optimizer], sizes: Sequence[int], **settings: float) -> Tensor:
+def _steps(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    sizes: Sequence[int],
+    dtype: torch.dtype = torch.float64,
+    normalization: Normalization = "items",
+    **settings: float,
+) -> Tensor:
     """Weights after five steps of 64 samples each."""
-    problem = digits(torch.float64)
+    problem = digits(dtype)
     windows = (
         list(zip(*(column[64 * i : 64 * i + 64].split(list(sizes)) for column in problem.train), strict=True))
         for i in range(5)
     )
-    for _ in train(problem.model, optimizer(problem.model.parameters(), **settings), windows, problem.loss):
+    chosen = optimizer(problem.model.parameters(), **settings)
+    for _ in train(problem.model, chosen, windows, problem.loss, normalization):
         pass
     return torch.cat([p.detach().flatten() for p in problem.model.parameters()])
 
@@ -125,7 +132,15 @@ def _steps(optimizer: Callable[..., torch.optim.Optimizer], sizes: Sequence[int]
 def test_the_weights_after_training_agree_in_every_split(
     optimizer: Callable[..., torch.optim.Optimizer], settings: dict[str, float], sizes: tuple[int, ...]
 ) -> None:
-    assert relative_error(_steps(optimizer, sizes, **settings), _steps(optimizer, (64,), **settings)) < 1e-12
+    whole = _steps(optimizer, (64,), **settings)
+    assert relative_error(_steps(optimizer, sizes, **settings), whole) < 1e-12
+
+
+@pytest.mark.parametrize("sizes", [*EVEN[1:], (60, 2, 2)])
+def test_the_weights_agree_in_float32_too_and_would_not_with_an_undivided_sum(sizes: tuple[int, ...]) -> None:
+    whole = _steps(torch.optim.SGD, (64,), torch.float32, lr=0.1)
+    assert relative_error(_steps(torch.optim.SGD, sizes, torch.float32, lr=0.1), whole) < 1e-6
+    assert relative_error(_steps(torch.optim.SGD, sizes, torch.float32, "sum", lr=0.1), whole) > 1e-2
 
 
 def test_nothing_moves_inside_a_window_and_everything_after_it() -> None:

@@ -1,19 +1,19 @@
 """What a person sees in MLflow's pages: a real sweep, plain `mlflow ui`, the printed address in a real browser.
 
-Chromium runs the page's scripts, prints the document they built and quits; what is looked for is looked for in that.
+What is looked for is looked for in the document that the page's scripts have built, as soon as it is there.
 """
 
 import contextlib
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,8 +45,8 @@ BROWSER_FLAGS = [
     "--disable-component-update",
     "--disable-sync",
     "--no-first-run",
+    "--window-size=1600,1600",  # charts out of sight are not drawn
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # tests reach no network
-    "--window-size=1600,1200",
 ]
 NO_RUN = "0" * 32
 
@@ -61,6 +62,57 @@ class Site:
     parent_name: str
     printed: str  # what the program wrote to standard output
     runs: dict[str, Record]
+
+
+class Browser:
+    """Chromium, spoken to in its DevTools protocol: JSON messages, each with a zero byte behind it."""
+
+    def __init__(self, program: subprocess.Popen[bytes]) -> None:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        self._questions, self._answers = program.stdin, program.stdout
+        self._read = b""
+        self._asked = 0
+
+    def look(self, address: str, *awaited: str) -> "Page":
+        """Open `address` and return the page once it shows all awaited texts, or as it is after a minute."""
+        target = self._ask("Target.createTarget", url=address)
+        session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
+        deadline = time.monotonic() + 60
+        while True:
+            page = Page(self._document(session))
+            if set(awaited) <= set(page.texts) or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        self._ask("Target.closeTarget", targetId=target["targetId"])
+        return page
+
+    def _document(self, session: str) -> str:
+        script = "document.documentElement.outerHTML"
+        try:
+            return str(self._ask("Runtime.evaluate", session, expression=script)["result"].get("value", ""))
+        except LookupError:  # asked in the moment of navigation
+            return ""
+
+    def _ask(self, method: str, session: str | None = None, **params: object) -> dict[str, Any]:
+        self._asked += 1
+        question = {"id": self._asked, "method": method, "params": params}
+        self._questions.write(json.dumps(question | ({"sessionId": session} if session else {})).encode() + b"\0")
+        self._questions.flush()
+        while (answer := self._next()).get("id") != self._asked:
+            pass  # news that nobody asked for
+        if "error" in answer:
+            raise LookupError(answer["error"])
+        return dict(answer["result"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._read:
+            ready, _, _ = select.select([self._answers], [], [], 60)
+            piece = os.read(self._answers.fileno(), 2**16) if ready else b""
+            assert piece, "the browser does not answer"
+            self._read += piece
+        message, _, self._read = self._read.partition(b"\0")
+        return dict(json.loads(message))
 
 
 class Page(HTMLParser):
@@ -101,6 +153,17 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    assert CHROMIUM is not None
+    folder = tmp_path_factory.mktemp("browser")
+    flags = [*BROWSER_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}"]
+    # It hears its commands on descriptor 3 and answers on 4.
+    shell = ["sh", "-c", 'exec "$0" "$@" 3<&0 4>&1 </dev/null >/dev/null']
+    with running([*shell, CHROMIUM, *flags], folder, folder / "log", talking=True) as program:
+        yield Browser(program)
+
+
+@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("a folder with spaces")
     words = ["-m", "accum_steps=1,2", "lr=0.02,1e20", "steps=3", "device=cpu"]
@@ -114,7 +177,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     assert len(runs) == 4
     port = free_port()
     ui = [str(Path(sysconfig.get_path("scripts"), "mlflow")), "ui", "--port", str(port)]
-    with running(ui, folder, {**os.environ, **QUICK_START}) as (server, log):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with running(ui, folder, log, {**os.environ, **QUICK_START}) as server:
         root = f"http://127.0.0.1:{port}"
         wait_until_ready(f"{root}/health", server, log)
         parent_id = told[2].partition("?")[0].rpartition("/")[2]
@@ -124,35 +188,37 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-def test_the_experiment_page_shows_the_sweep_and_its_runs_by_what_differs(site: Site) -> None:
+def test_the_experiment_page_shows_the_sweep_and_its_runs_by_what_differs(browser: Browser, site: Site) -> None:
     page, _, query = site.parent_address.partition("?")
     experiment = f"{page.rpartition('/')[0]}?{query}"
     # Sorted by a parameter, MLflow lists the runs one below the other; else they are folded under the sweep.
     everything = f"{experiment}&orderByKey=params.%60accum_steps%60&orderByAsc=true"
-    folded, listed = look(experiment, site.parent_name), look(everything, *site.runs)
+    folded, listed = browser.look(experiment, site.parent_name), browser.look(everything, *site.runs)
     assert site.parent_name in folded.texts
     assert not site.runs.keys() & set(folded.texts)
     assert {site.parent_name, *site.runs} <= set(listed.texts)
 
 
-def test_the_sweeps_page_shows_the_printed_table_and_leads_to_its_runs(site: Site) -> None:
-    page = look(site.parent_address, site.parent_name, *site.runs)
+def test_the_sweeps_page_shows_the_printed_table_and_leads_to_its_runs(browser: Browser, site: Site) -> None:
+    table = [re.split(r" {2,}", line.strip()) for line in site.printed.split("\n\n")[1].splitlines()[2:]]
+    assert len(table) == len(site.runs)
+    cells = {cell for row in table for cell in row}
+    page = browser.look(site.parent_address, site.parent_name, *site.runs, *cells)
     assert site.parent_name in page.texts
     assert page.links.keys() >= site.runs.keys()
-    table = site.printed.split("\n\n")[1].splitlines()[2:]
-    assert len(table) == len(site.runs)
-    for line in table:
-        cells = re.split(r" {2,}", line.strip())
-        assert len(cells) > 3
-        assert set(cells) <= set(page.cells)
+    for row in table:
+        assert len(row) > 3
+        assert set(row) <= set(page.cells)
 
 
 @pytest.mark.parametrize("lr", [0.02, 1e20])
-def test_a_runs_pages_show_its_parameters_metrics_and_curves_and_why_it_did_not_finish(site: Site, lr: float) -> None:
+def test_a_runs_pages_show_its_parameters_metrics_and_curves_and_why_it_did_not_finish(
+    browser: Browser, site: Site, lr: float
+) -> None:
     ((name, record),) = [(n, r) for n, r in site.runs.items() if (r.config["accum_steps"], r.config["lr"]) == (2, lr)]
-    link = look(site.parent_address, name).links[name]
+    link = browser.look(site.parent_address, name).links[name]
     address = site.parent_address.partition("#")[0] + link[link.index("#") :]
-    page = look(address, name, "accum_steps", "first_loss")
+    page = browser.look(address, name, site.parent_name, "accum_steps", "first_loss")
     assert name in page.texts
     assert page.links.keys() >= {site.parent_name}
     shown = page.pairs()
@@ -167,48 +233,33 @@ def test_a_runs_pages_show_its_parameters_metrics_and_curves_and_why_it_did_not_
     curves = {f"{name} ({series})" for series in record.series}  # the charts' legends
     assert len(curves) == 3
     # A single value that is not finite would take all three charts away.
-    assert curves <= set(look(f"{path}/model-metrics?{query}", *curves).texts)
+    assert curves <= set(browser.look(f"{path}/model-metrics?{query}", *curves).texts)
 
 
-def test_the_address_of_a_run_that_is_not_there_shows_none_of_this(site: Site) -> None:
+def test_the_address_of_a_run_that_is_not_there_shows_none_of_this(browser: Browser, site: Site) -> None:
     wrong = re.sub(r"(?<=/runs/)\w+", NO_RUN, site.parent_address)
-    page = look(wrong, f"Run ID {NO_RUN} does not exist, go back to")
+    page = browser.look(wrong, f"Run ID {NO_RUN} does not exist, go back to")
     assert any(NO_RUN in text for text in page.texts), "the page itself has come"
     assert not page.cells
     assert not {site.parent_name, *site.runs, "accum_steps", "first_loss"} & set(page.texts)
 
 
-def look(address: str, *awaited: str) -> Page:
-    """Open `address`; again, up to three times, while any of the awaited texts is missing: the page loads in pieces."""
-    for seconds in (10, 20, 40):
-        page = Page(document(address, seconds))
-        if set(awaited) <= set(page.texts):
-            break
-    return page
-
-
-def document(address: str, seconds: int) -> str:
-    """Return what Chromium makes of a page within so many of its own seconds; they pass faster than real ones."""
-    assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        own = [f"--user-data-dir={profile}", f"--virtual-time-budget={seconds * 1000}"]
-        command = [CHROMIUM, *BROWSER_FLAGS, *own, "--dump-dom", address]
-        with running(command, Path(profile), os.environ, errors=subprocess.DEVNULL) as (browser, output):
-            browser.wait(timeout=90)
-            return output.read_text(encoding="utf-8", errors="replace")
-
-
 @contextlib.contextmanager
 def running(
-    command: list[str], folder: Path, environment: Mapping[str, str], errors: int = subprocess.STDOUT
-) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Start a program in a process group of its own, its output in a file; end the whole group, whatever happens."""
-    with tempfile.TemporaryDirectory() as place, (Path(place) / "output").open("wb") as output:
+    command: list[str], folder: Path, log: Path, environment: Mapping[str, str] = os.environ, talking: bool = False
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a program in a process group of its own; end the whole group, whatever happens.
+
+    What it says goes to `log`; `talking` leaves standard input and output to the caller.
+    """
+    with log.open("wb") as file:
+        ends = (subprocess.PIPE, subprocess.PIPE) if talking else (subprocess.DEVNULL, file)
         program = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=errors, start_new_session=True
+            command, cwd=folder, env=environment, stdin=ends[0], stdout=ends[1], stderr=file, start_new_session=True
         )
+    with program:
         try:
-            yield program, Path(output.name)
+            yield program
         finally:
             for order in (signal.SIGTERM, signal.SIGKILL):  # asked first, it ends its own children properly
                 with contextlib.suppress(ProcessLookupError, PermissionError):

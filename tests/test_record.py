@@ -31,7 +31,7 @@ def a_record(**more: object) -> Record:
 
 
 def a_sweep(sweep_id: str, created_at: str) -> SweepRecord:
-    return SweepRecord(sweep_id, created_at, ["lr=1,2"], [["lr=1"], ["lr=2"]], ["lr=1", "lr=2"], ["lr"])
+    return SweepRecord(sweep_id, created_at, ["lr=1,2"], [["lr=1"], ["lr=2"]], ["lr=1", "lr=2"])
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_newer_record_is_told_and_an_unknown_field_is_not_in_the_way(tmp_path:
 
 def test_sweeps_and_records_come_in_order(tmp_path: Path) -> None:
     for sweep_id, created in (("b", "2026-01-01T00:00:00+00:00"), ("a", "2026-01-02T00:00:00+00:00")):
-        write_atomically(tmp_path / sweep_id / "x", "")
+        (tmp_path / sweep_id).mkdir()
         write(a_sweep(sweep_id, created), tmp_path / sweep_id)
         for number in (10, 2):
             folder = tmp_path / sweep_id / str(number)

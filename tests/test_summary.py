@@ -1,7 +1,11 @@
 """The comparison, against means and ratios worked out by hand; and that a wrong pairing would show."""
 
+import csv
+import dataclasses
 import math
+import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -107,10 +111,85 @@ def test_failed_runs_keep_their_row_and_stay_out_of_the_means() -> None:
 
 
 def test_two_kinds_of_sweep_never_share_a_table() -> None:
-    runs = [*sweep(), record(DIGITS, "micro_batch_size=16", "accum_steps=4")]
+    other = [record(DIGITS, "micro_batch_size=16", f"accum_steps={k}", sweep_id="other") for k in (1, 4)]
+    runs = [*sweep(), *other]
     kinds = [comparison.kind for comparison in compare(to_frame(runs))]
     assert kinds == ["effective_batch_size", "micro_batch_size"]
     assert "fixed effective batch" in report.text(compare(to_frame(runs)))
+
+
+@pytest.mark.parametrize(
+    ("grid", "kind"),
+    [
+        ([(1, 16), (4, 16)], "micro_batch_size"),
+        ([(1, 64), (4, 16)], "effective_batch_size"),
+        ([(k, m) for k in (1, 2, 4) for m in (8, 16)], "micro_batch_size"),
+        ([(k, e // k) for k in (1, 2, 4) for e in (32, 64)], "effective_batch_size"),
+        ([(2, 8), (2, 16)], ""),
+    ],
+)
+def test_the_kind_is_the_size_that_stays(grid: list[tuple[int, int]], kind: str) -> None:
+    runs = [record(DIGITS, f"accum_steps={k}", f"micro_batch_size={m}") for k, m in grid]
+    assert [comparison.kind for comparison in compare(to_frame(runs))] == [kind]
+
+
+def test_two_devices_are_two_settings_also_where_auto_chose_them() -> None:
+    def on(device: str, accum_steps: int, rate: float) -> Record:
+        run = record(DIGITS, "effective_batch_size=64", f"accum_steps={accum_steps}", rate=rate)
+        return dataclasses.replace(run, environment={"device": device})
+
+    runs = [on("cpu", 1, 100.0), on("cpu", 4, 50.0), on("cuda:0", 1, 1000.0), on("cuda:0", 4, 900.0)]
+    (comparison,) = compare(to_frame(runs))
+    rows = comparison.rows.set_index(["accum_steps", "device"])["samples_per_second_vs_baseline"]
+    assert rows[4, "cpu"] == pytest.approx(0.5)
+    assert rows[4, "cuda:0"] == pytest.approx(0.9)
+
+
+def test_a_run_repeated_is_no_second_seed() -> None:
+    (once,), (twice,) = compare(to_frame(sweep())), compare(to_frame([*sweep(), sweep()[0]]))
+    pd.testing.assert_frame_equal(
+        once.rows.drop(columns=["runs", "finished"]), twice.rows.drop(columns=["runs", "finished"])
+    )
+
+
+def test_final_weights_are_set_against_the_baseline_by_their_distance() -> None:
+    runs = [
+        record("accum_steps=1", "problem.initial_weight=[0,0]", result={"final_weight": [1.0, 2.0]}),
+        record("accum_steps=2", "problem.initial_weight=[0,0]", result={"final_weight": [4.0, 6.0]}),
+    ]
+    (comparison,) = compare(to_frame(runs))
+    assert comparison.rows["final_weight_vs_baseline"].tolist() == [0.0, 5.0]
+    assert "[4.0000, 6.0000] (5 away)" in report.text([comparison])
+
+
+def test_a_weight_that_is_not_finite_is_no_mean() -> None:
+    runs = [record("seed=0", result={"final_weight": [None, 1.0]}), record("seed=1")]
+    assert "final weight" not in report.text(compare(to_frame(runs)))
+
+
+def test_csv_has_the_same_columns_and_whole_numbers_also_with_a_failed_run(tmp_path: Path) -> None:
+    failed = record(DIGITS, "effective_batch_size=64", "accum_steps=8", status="failed", reason='"no", he said')
+    whole, mixed = to_frame(sweep()), to_frame([*sweep(), failed])
+    assert list(whole.columns) == list(mixed.columns)
+    report.write_csv(mixed, tmp_path / "a.csv")
+    rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
+    assert [row["peak_allocated_bytes"] for row in rows] == ["1000", "1000", "400", "400", ""]
+    assert rows[-1]["reason"] == '"no", he said'
+    assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
+
+
+def test_csv_follows_a_link_and_writes_into_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
+    report.write_csv(to_frame(sweep()), tmp_path / "link.csv")
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "real.csv").read_text().startswith("sweep_id,")
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    report.write_csv(to_frame([]), tmp_path / "pipe")
+    assert os.read(reader, 100).startswith(b"sweep_id,")
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_only_what_varies_is_a_column() -> None:

@@ -15,9 +15,9 @@ from mlflow.entities import Run
 from safetensors.torch import load_file
 
 from accum_sweep.config import Tracking, flatten
-from accum_sweep.errors import ConfigError
+from accum_sweep.errors import ConfigError, without_secrets
 from accum_sweep.record import records, sweeps
-from accum_sweep.tracking import open_tracker, without_password
+from accum_sweep.tracking import open_tracker
 from conftest import Cli
 
 
@@ -234,12 +234,15 @@ def test_long_values_are_cut_visibly_and_whole_in_the_record(cli: Cli, tmp_path:
     ("uri", "shown"),
     [
         ("postgresql://me:s3cret@host/db", "postgresql://me:***@host/db"),
+        ("http://me:p@ss:w%2Frd@host:5000/x", "http://me:***@host:5000/x"),
+        ("postgresql://h/db?user=me&password=s3cret&sslmode=a", "postgresql://h/db?user=me&password=***&sslmode=a"),
         ("http://host:5000", "http://host:5000"),
+        ("http://host:5000/a@b", "http://host:5000/a@b"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ],
 )
 def test_passwords_are_not_shown(uri: str, shown: str) -> None:
-    assert without_password(uri) == shown
+    assert without_secrets(f"at {uri} (away)") == f"at {shown} (away)"
 
 
 def test_the_tracking_group_knows_none(cli: Cli, tmp_path: Path) -> None:

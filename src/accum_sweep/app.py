@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -19,43 +20,52 @@ from omegaconf import DictConfig
 
 from accum_sweep.compose import COMPOSITION_ERRORS, CONF, HYDRA_VERSION_BASE, as_dict, compose, explain
 from accum_sweep.config import Config, check
-from accum_sweep.errors import RunsFailed, UserError, nearest
-from accum_sweep.record import RUNS_FOLDER, Identity, Record, read_sweep
+from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, nearest, without_secrets
+from accum_sweep.record import RECORD_FILE, RUNS_FOLDER, Identity, Record, read_sweep
 from accum_sweep.verbs import VERBS
 
 log = logging.getLogger(__name__)
 
+OUR_SWEEPER = "hydra_plugins.accum_sweep.AccumSweeper"
 QUIET = [f"hydra.{kind}_logging.loggers.accum_sweep.level=WARNING" for kind in ("job", "hydra")]
 
 
 def main(arguments: Sequence[str]) -> None:
     """Run or multirun as Hydra understands `arguments`; raise UserError or RunsFailed where that ends badly."""
-    quiet = [argument for argument in arguments if argument in ("-q", "--quiet")]
-    passed = [argument for argument in arguments if argument not in quiet] + (QUIET if quiet else [])
-    options = _parse(passed)
+    options = _parse(arguments)
+    quiet = [word for word in arguments if word in ("-q", "--quiet")]
+    others = [word for word in arguments if word not in quiet and word not in options.overrides]
+    # Overrides first: an option that may have a value, like --info, does not take one of them for it.
+    sys.argv[1:] = [*options.overrides, *(QUIET if quiet else []), *others]
     # Hydra prints what goes wrong and exits with 1, unless told to hand it on.
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    sys.argv[1:] = passed
+    _unfinished.clear()
     application = hydra.main(config_path=str(CONF), config_name="config", version_base=HYDRA_VERSION_BASE)(task)
     try:
         application()
     except COMPOSITION_ERRORS as error:
-        search = [f"hydra.searchpath=['{Path(options.config_dir).absolute()}']"] if options.config_dir else []
-        raise explain(error, [*search, *options.overrides]) from error
+        raise explain(error, options.overrides, options.config_dir) from error
     finally:
         GlobalHydra.instance().clear()
+    if _unfinished:
+        raise RunsFailed("\n".join(_unfinished))
 
 
 def _parse(arguments: Sequence[str]) -> Namespace:
-    """Return Hydra's own reading of its options; raise UserError for an unknown one, or a word that means nothing."""
+    """Return Hydra's own reading of the words; raise UserError for an unknown option, or a word that means nothing."""
     parser = get_args_parser()
-    options, unknown = parser.parse_known_args(arguments)
-    for argument in unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        raise UserError(f"{argument}: is no known option; {nearest(argument, known, 'see --help')}")
+    parser.add_argument("--quiet", "-q", action="store_true")
+    options, unknown = parser.parse_known_intermixed_args(list(arguments))
+    known = [name for action in parser._actions for name in action.option_strings]
+    wrong = [f"{word}: is no known option; {nearest(word, known, 'see --help')}" for word in unknown]
     for word in options.overrides[:1]:
         if word.isidentifier():
-            raise UserError(f"{word}: is no command and no key=value; {nearest(word, VERBS, 'see --help')}")
+            wrong.append(f"{word}: is no command and no key=value; {nearest(word, VERBS, 'see --help')}")
+    chosen = [name for name in ("--cfg", "--info", "--multirun", "--run") if getattr(options, name[2:])]
+    if len(chosen) > 1:
+        wrong.append(f"{' and '.join(chosen)} exclude each other; give one of them")
+    if wrong:
+        raise UserError("\n".join(wrong))
     return options
 
 
@@ -67,14 +77,47 @@ class CheckFirst(Callback):
         from accum_sweep.tracking import open_tracker
 
         try:
+            _check_hydra(config)
             open_tracker(check(as_dict(config)).tracking)
+            if (Path(config.hydra.run.dir) / RECORD_FILE).exists():
+                fault = Fault("hydra.run.dir", config.hydra.run.dir, "holds a run already", "choose another")
+                raise ConfigError([fault])
+        except (UserError, *COMPOSITION_ERRORS) as error:
+            _refuse(error)
+
+    def on_multirun_start(self, config: DictConfig, **_: object) -> None:
+        """Check what the sweeper cannot: whether it is ours."""
+        try:
+            _check_hydra(config)
         except UserError as error:
-            print(error, file=sys.stderr)
-            raise SystemExit(2) from error
+            _refuse(error)
+
+
+def _check_hydra(config: DictConfig) -> None:
+    """Raise ConfigError for settings of Hydra's under which runs would be lost."""
+    faults = []
+    if config.hydra.job.chdir:
+        rule = "would move each run away from its records and database"
+        faults.append(Fault("hydra.job.chdir", "true", rule, "leave it out"))
+    sweeper = str(config.hydra.sweeper._target_)
+    if sweeper != OUR_SWEEPER:
+        faults.append(Fault("hydra/sweeper", sweeper, "keeps no record of the sweep", "leave it out"))
+    if faults:
+        raise ConfigError(faults)
+
+
+def _refuse(error: Exception) -> NoReturn:
+    print(without_secrets(str(error)), file=sys.stderr)
+    raise SystemExit(2) from error
+
+
+# What became of the run that the command line asked for, if it did not finish. Not raised in the task: Hydra would say
+# "Error executing job" to that, and call no more callbacks.
+_unfinished: list[str] = []
 
 
 def task(composed: DictConfig) -> float | None:
-    """Execute one job of Hydra's and return its last loss; a single run prints its result and fails aloud."""
+    """Execute one job of Hydra's and return its last loss; a single run prints its result."""
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     overrides = list(job.overrides.task)
@@ -88,9 +131,10 @@ def task(composed: DictConfig) -> float | None:
         return record.metrics.get("last_loss")
     record, look = _single(config, folder, overrides)
     log.info("%s", "\n".join(filter(None, [f"record: {os.path.relpath(folder)}/record.json", look])))
-    if record.status != "finished":
-        raise RunsFailed(f"{record.status}: {record.reason}")
-    print(json.dumps(record.result))
+    if record.status == "finished":
+        print(json.dumps(record.result))
+    else:
+        _unfinished.append(f"{record.status}: {record.reason}")
     return record.metrics.get("last_loss")
 
 

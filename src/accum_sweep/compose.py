@@ -10,12 +10,13 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from accum_sweep.config import check, flatten
-from accum_sweep.errors import ConfigError, Fault, UserError, nearest
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 
 PACKAGE = Path(__file__).parent
 # Inside the package in a wheel, beside `src` in a checkout.
@@ -40,14 +41,21 @@ def as_dict(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def explain(error: Exception, overrides: Sequence[str]) -> UserError:
-    """Say all that is wrong with `overrides`: what Hydra refuses, one by one, and what `check` finds in the rest."""
+def explain(error: Exception, overrides: Sequence[str], config_dir: str | None = None) -> UserError:
+    """Say all that is wrong with `overrides`: what Hydra refuses, one by one, and what `check` finds in the rest.
+
+    Overrides that take several values are left to the sweeper, which explains its combinations. `config_dir` is the
+    user's own, as in --config-dir.
+    """
     faults: list[Fault] = []
-    remaining = list(overrides)
+    swept = [text for text, parsed in _parsed(overrides) if parsed.is_sweep_override()]
+    remaining = [text for text in overrides if text not in swept]
+    if config_dir:
+        remaining.insert(0, f"hydra.searchpath=['{Path(config_dir).absolute()}']")
     while True:
         fault, culprit = _fault(error, remaining)
         if culprit is None:
-            return UserError(_words(error)) if fault is None else ConfigError([*faults, fault])
+            return UserError("\n".join([*map(str, faults), _words(error) if fault is None else str(fault)]))
         assert fault is not None, "a culprit has a fault"
         faults.append(fault)
         remaining.remove(culprit)
@@ -83,9 +91,10 @@ def _fault(error: Exception, overrides: Sequence[str]) -> tuple[Fault | None, st
     key = missing[1] if missing else group[1] if group else unknown[1] if unknown else None
     if key is None:
         return None, None
-    for text, name, value in _parsed(overrides):
-        if name.split("@")[0] != key:
+    for text, parsed in _parsed(overrides):
+        if parsed.key_or_group != key:
             continue
+        value = text.partition("=")[2] or None
         if missing:
             options = missing[3].split()
             remedy = nearest(missing[2], options, f"choose from {', '.join(options)}")
@@ -109,15 +118,15 @@ def _siblings(key: str, overrides: Sequence[str]) -> list[str]:
     return [known for known in [*flatten(composed), *groups] if known.rpartition(".")[0] == parent]
 
 
-def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, str, object]]:
-    """Yield each override's text, key and value; what cannot be parsed is skipped."""
+def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Override]]:
+    """Yield each override and what Hydra reads in it; what cannot be parsed is skipped."""
     parser = OverridesParser.create()
     for text in overrides:
         try:
             parsed = parser.parse_override(text)
         except OverrideParseException:
             continue
-        yield text, parsed.key_or_group, parsed.get_value_element_as_str() if parsed.value() is not None else None
+        yield text, parsed
 
 
 def _key_and_value(text: str) -> tuple[str, str]:
@@ -128,4 +137,4 @@ def _key_and_value(text: str) -> tuple[str, str]:
 def _words(error: Exception) -> str:
     """Return what Hydra says, with the cause below it that it would print too."""
     cause = f"\n{error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    return f"{error}{cause}".strip()
+    return without_secrets(f"{error}{cause}".strip())

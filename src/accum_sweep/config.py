@@ -8,11 +8,10 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, ValidationError
 
-from accum_sweep.errors import ConfigError, Fault, UserError, nearest
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 from accum_sweep.problems import ProblemParams, params_class
 
 SIZES = ("accum_steps", "micro_batch_size", "effective_batch_size")
@@ -82,9 +81,6 @@ class Config(BaseModel):
         "must hold backend, uri and experiment", "{backend: mlflow}", Tracking(backend="mlflow")
     )
     sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}", SweepOptions())
-    fixed: Literal["micro_batch_size", "effective_batch_size"] | None = Field(
-        None, description="set by check: the size that stays as it is when accum_steps is swept"
-    )
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -99,9 +95,11 @@ def run_key(config: Config, device: str) -> str:
 
     `device` is the device that `config.device` stands for, so that auto and cpu are one run where they are one device.
     """
-    settings = config.model_dump(mode="json", exclude={"tracking", "sweep", "save_weights", "fixed"})
+    settings = config.model_dump(mode="json", exclude={"tracking", "sweep", "save_weights"})
     settings["device"] = device
     settings["problem"] = {key: value for key, value in settings["problem"].items() if not key.startswith("default_")}
+    if config.steps is not None:
+        del settings["last_window"]  # every window is full
     if config.micro_batch_size is not None:
         del settings["effective_batch_size"]  # says nothing that the other two do not
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
@@ -136,6 +134,8 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
     if not bad & {*SIZES, "problem", "steps", "epochs", "last_window"}:
         config, length_faults = _with_length(config)
         faults += length_faults
+    if config.device == "mps" and config.precision == "fp64":
+        faults.append(Fault("precision", "fp64", "device=mps has no float64", "use precision=fp32 or device=cpu"))
     if "tracking" not in bad:
         faults += _secret_faults(config.tracking)
     if not bad & {"optimizer", "lr"}:
@@ -196,7 +196,6 @@ def _with_sizes(config: Config) -> tuple[Config, list[Fault]]:
     """Derive the size that is not given; sizes nobody gives come from the problem."""
     problem = config.problem
     accum, micro, effective = config.accum_steps, config.micro_batch_size, config.effective_batch_size
-    fixed: str = "micro_batch_size" if effective is None else "effective_batch_size"
     if effective is not None and micro is not None:
         if accum is not None and accum * micro != effective:
             given = f"{accum} with micro_batch_size={micro} and effective_batch_size={effective}"
@@ -214,7 +213,7 @@ def _with_sizes(config: Config) -> tuple[Config, list[Fault]]:
     elif effective is not None:
         accum = accum or problem.default_accum_steps
         micro, rest = divmod(effective, accum)
-        if rest or not micro:
+        if rest:
             given = f"{effective} with accum_steps={accum}"
             rule = "effective_batch_size must be a multiple of accum_steps"
             remedy = f"the nearest that is one is {max(1, round(effective / accum)) * accum}"
@@ -235,8 +234,7 @@ def _with_sizes(config: Config) -> tuple[Config, list[Fault]]:
         derived = config.micro_batch_size is None
         remedy = "raise accum_steps or lower effective_batch_size" if derived else "lower it"
         return config, [Fault("micro_batch_size", sizes if derived else micro, rule, remedy)]
-    sizes_found = {"accum_steps": accum, "micro_batch_size": micro, "effective_batch_size": effective, "fixed": fixed}
-    return config.model_copy(update=sizes_found), []
+    return config.model_copy(update=dict(zip(SIZES, (accum, micro, effective), strict=True))), []
 
 
 def _with_length(config: Config) -> tuple[Config, list[Fault]]:
@@ -262,9 +260,9 @@ def _with_length(config: Config) -> tuple[Config, list[Fault]]:
 
 def _secret_faults(tracking: Tracking) -> list[Fault]:
     """A password in the config would end up in files, parameters and logs; the environment is the place for it."""
-    if tracking.uri and urlsplit(tracking.uri).password:
+    if tracking.uri and without_secrets(tracking.uri) != tracking.uri:
         rule, remedy = "must not hold a password", "export MLFLOW_TRACKING_URI and leave tracking.uri out"
-        return [Fault("tracking.uri", "(not shown)", rule, remedy)]
+        return [Fault("tracking.uri", tracking.uri, rule, remedy)]
     return []
 
 

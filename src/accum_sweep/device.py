@@ -10,20 +10,22 @@ import torch
 from accum_sweep.errors import UserError
 
 
-def resolve(name: str) -> torch.device:
-    """Return the device called `name`; auto is the first CUDA device, else MPS, else the CPU.
+def resolve(name: str, precision: str) -> torch.device:
+    """Return the device called `name`, with its number if it is a CUDA device, so that one device has one name.
 
-    Raises UserError where this machine has no such device.
+    auto is the current CUDA device, else MPS if it knows this precision, else the CPU. Raises UserError where this
+    machine has no such device.
     """
     if name == "auto":
-        found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        return torch.device(found)
+        mps = torch.backends.mps.is_available() and precision != "fp64"
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             there = f"{count} CUDA device(s)" if torch.version.cuda else "a PyTorch built without CUDA"
             raise UserError(f"device={name} is not there: this machine has {there}; use device=auto or device=cpu")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device=mps is not there: this machine has no Metal device; use device=auto or device=cpu")
     return device

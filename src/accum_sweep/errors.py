@@ -1,8 +1,14 @@
 """What goes wrong by the user's hand: one small family, shown without a traceback, with exit code 2."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+# A password in an address, before its host or among its parameters.
+SECRET = re.compile(
+    r"(?<=://)([^/?#\s:@]*):[^/\s]*@|(?<=[?&;])(\w*(?:password|passwd|pwd|token|secret)\w*)=[^&\s;,'\"]+", re.I
+)
 
 
 class UserError(Exception):
@@ -20,7 +26,7 @@ class Fault:
 
     def __str__(self) -> str:
         value = "null" if self.value is None else self.value
-        return f"{self.key}={value}: {self.rule}; {self.remedy}"
+        return without_secrets(f"{self.key}={value}: {self.rule}; {self.remedy}")
 
 
 class ConfigError(UserError):
@@ -31,6 +37,11 @@ class ConfigError(UserError):
             {str(fault): fault for fault in faults}.values()
         )  # a sweep meets the same one again and again
         super().__init__("\n".join(map(str, self.faults)))
+
+
+def without_secrets(text: str) -> str:
+    """Return `text` with the passwords of the addresses in it masked."""
+    return SECRET.sub(lambda found: f"{found[1]}:***@" if found[1] is not None else f"{found[2]}=***", text)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

@@ -53,6 +53,7 @@ def _cpu_peak(work: Callable[[], object]) -> int:
 
 
 def _cuda_peak(work: Callable[[], object], device: torch.device) -> Peak:
+    work()  # the first time, libraries take workspaces (cuBLAS: 8.5 MB and more) and keep them: no part of the work
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

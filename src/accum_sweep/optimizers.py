@@ -30,5 +30,11 @@ def build(settings: Mapping[str, Any], lr: float, parameters: Iterable[nn.Parame
 
 
 def probe(settings: Mapping[str, Any], lr: float) -> None:
-    """Raise UserError where torch would refuse these settings."""
-    build(settings, lr, [nn.Parameter(torch.zeros(1))])
+    """Raise UserError where torch would refuse these settings, or a step with them, by trying on one weight."""
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    optimizer = build(settings, lr, [weight])
+    try:
+        optimizer.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"torch.optim.{settings['name']} cannot step on plain gradients: {error}") from error

@@ -11,10 +11,14 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """Counts the runs of a sweep and says so on standard error. Silent where INFO messages are off."""
+    """Counts the runs of a sweep and says so on standard error. Silent where INFO messages are off.
 
-    def __init__(self, total: int) -> None:
+    `serial` says that runs end one after the other, as they are counted: only then is there a time left to tell.
+    """
+
+    def __init__(self, total: int, serial: bool) -> None:
         self._total = total
+        self._serial = serial
         self._done = 0
         self._failed = 0
         self._start = time.monotonic()
@@ -25,17 +29,19 @@ class Progress:
         if self._live:
             self._renew(f"{self._state()}  {name}")
 
-    def ended(self, record: Record) -> None:
-        """Count a run and say what became of it."""
+    def ended(self, name: str, record: Record | None) -> None:
+        """Count a run and say what became of it; None: it left no record."""
         self._done += 1
-        self._failed += record.status != "finished"
+        self._failed += record is None or record.status != "finished"
         if self._live:
-            self._renew(f"{self._state()}  {record.name}")
+            self._renew(f"{self._state()}  {name}")
+        elif record is None:
+            log.info("%s  %s: left no record", self._state(), name)
         elif record.status == "finished":
             loss = record.metrics.get("last_loss")
-            log.info("%s  %s: finished, last loss %s", self._state(), record.name, loss and f"{loss:.4g}")
+            log.info("%s  %s: finished, last loss %s", self._state(), name, loss and f"{loss:.4g}")
         else:
-            log.info("%s  %s: %s, %s", self._state(), record.name, record.status, record.reason)
+            log.info("%s  %s: %s, %s", self._state(), name, record.status, record.reason)
 
     def close(self) -> None:
         """Clear the line."""
@@ -45,7 +51,7 @@ class Progress:
     def _state(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
         left = ""
-        if 0 < self._done < self._total:
+        if self._serial and 0 < self._done < self._total:
             seconds = (time.monotonic() - self._start) / self._done * (self._total - self._done)
             left = f", {_duration(seconds)} left"
         return f"{self._done}/{self._total}{failed}{left}"

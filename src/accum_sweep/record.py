@@ -70,7 +70,6 @@ class SweepRecord:
     overrides: list[str]  # what the user typed
     jobs: list[list[str]]  # the overrides of each job, by its number
     names: list[str]  # what differs between them
-    swept: list[str]  # the keys that take more than one value
     parent_run_id: str | None = None  # the MLflow run that the sweep's runs hang under
     ended_at: str | None = None
     version: int = VERSION
@@ -79,16 +78,18 @@ class SweepRecord:
 def write(entry: Record | SweepRecord, folder: Path) -> Path:
     """Write the record into `folder`, whole or not at all: temporary file, fsync, rename, fsync of the folder."""
     path = folder / (SWEEP_FILE if isinstance(entry, SweepRecord) else RECORD_FILE)
-    write_atomically(path, json.dumps(_finite(asdict(entry)), allow_nan=False))
+    write_atomically(path, json.dumps(finite(asdict(entry)), allow_nan=False))
     return path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put `text` at `path` so that a reader, or a power cut, finds the old content or the new, nothing between."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Put `text` at `path` so that a reader, or a power cut, finds the old content or the new, nothing between.
+
+    Its folder must be there.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", newline="") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -117,14 +118,13 @@ def read_sweep(folder: Path) -> SweepRecord | None:
 
 def sweeps(runs_folder: Path) -> list[tuple[Path, SweepRecord]]:
     """Return every sweep below `runs_folder`, oldest first."""
-    found = [(path.parent, read_sweep(path.parent)) for path in runs_folder.glob(f"*/{SWEEP_FILE}")]
+    found = [(path.parent, read_sweep(path.parent)) for path in runs_folder.rglob(SWEEP_FILE)]
     return sorted(((folder, sweep) for folder, sweep in found if sweep), key=lambda pair: pair[1].created_at)
 
 
 def records(folder: Path) -> Iterator[Record]:
-    """Yield the records in `folder` and in its subfolders, by sweep and job number."""
-    paths = [*folder.glob(RECORD_FILE), *folder.glob(f"*/{RECORD_FILE}"), *folder.glob(f"*/*/{RECORD_FILE}")]
-    found = [record for path in paths if (record := read(path.parent)) is not None]
+    """Yield the records in `folder` and below, by sweep and job number."""
+    found = [record for path in folder.rglob(RECORD_FILE) if (record := read(path.parent)) is not None]
     yield from sorted(found, key=lambda record: (record.sweep_id or record.run_id, record.job_num or 0))
 
 
@@ -153,12 +153,12 @@ def _from_json(cls: type[T], content: dict[str, Any], path: Path) -> T:
         raise UserError(f"{path} is no whole record ({error}); move it away to go on without it") from error
 
 
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinities by None, at any depth."""
+def finite(value: Any) -> Any:
+    """Return `value` with NaN and infinities replaced by None, at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value

@@ -1,9 +1,7 @@
 """A comparison put on paper: as a table for the terminal, as Markdown, and its runs as CSV."""
 
 import math
-import os
 import sys
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,9 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from accum_sweep.errors import UserError
-from accum_sweep.summary import COMPARED, KINDS, SIZES, Comparison
+from accum_sweep.config import SIZES
+from accum_sweep.record import write_atomically
+from accum_sweep.summary import Comparison
 
+KINDS = {
+    "micro_batch_size": "fixed micro-batch: the effective batch grows with accum_steps",
+    "effective_batch_size": "fixed effective batch: the micro-batch shrinks as accum_steps grows",
+}
 LONGEST_CONSTANT = 40  # characters of a setting in the caption; longer ones are told by the record
 
 
@@ -30,23 +33,15 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
 def write_csv(frame: pd.DataFrame, path: Path | None) -> None:
     """Write every run, one row each, all columns, numbers as numbers; `path` None is standard output.
 
-    The file is complete or not there. Raises UserError where it cannot be written.
+    A file is complete or not there; what is no file, such as a pipe, is written to. Raises OSError.
     """
+    typed = frame.convert_dtypes()  # a column of whole numbers stays one where a failed run has none
     if path is None:
-        frame.to_csv(sys.stdout, index=False)
-        return
-    try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-                frame.to_csv(file, index=False)
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise UserError(f"--csv {path}: cannot be written ({error.strerror}); choose another file") from error
+        typed.to_csv(sys.stdout, index=False)
+    elif path.exists() and not path.is_file():
+        typed.to_csv(path, index=False)
+    else:
+        write_atomically(path.resolve(), typed.to_csv(index=False))
 
 
 def cells(comparison: Comparison) -> list[list[str]]:
@@ -60,8 +55,6 @@ def cells(comparison: Comparison) -> list[list[str]]:
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
         columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
-    if "final_weight" in rows:
-        columns.append(("final weight", [_weight(value) for value in rows["final_weight"]]))
     columns.append(("not finished", list(rows["reason"])))
     filled = [(header, values) for header, values in columns if any(values)]
     return [list(line) for line in zip(*([header, *values] for header, values in filled), strict=True)]
@@ -92,14 +85,14 @@ def _markdown(comparison: Comparison) -> str:
 
 def _caption(comparison: Comparison, wrap: bool) -> list[str]:
     """Say what the table holds: which kind of sweep, what is the same everywhere, how to read it."""
-    rows, settings = comparison.rows, comparison.settings
+    rows = comparison.rows
     runs, finished = int(rows["runs"].sum()), int(rows["finished"].sum())
-    kind = f"; {KINDS[comparison.kind]}" if "accum_steps" in settings and comparison.kind in KINDS else ""
+    kind = f"; {KINDS[comparison.kind]}" if comparison.kind else ""
     lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
     same = [f"{key}={_plain(value)}" for key, value in comparison.constant.items()]
     lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
     notes = []
-    if any(f"{metric}_vs_baseline" in rows and rows[f"{metric}_vs_baseline"].notna().any() for metric in COMPARED):
+    if any(rows[f"{metric}_vs_baseline"].notna().any() for metric in comparison.metrics):
         notes.append("(in parentheses: against accum_steps=1, seed by seed)")
     if (rows["finished"] > 1).any():
         notes.append("(±: standard deviation over the runs of a row)")
@@ -110,7 +103,7 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
 def _measured(row: pd.Series, metric: str) -> str:
     """Return mean, spread and comparison of one metric; empty where nothing was measured."""
     _, show, show_relative = COLUMNS[metric]
-    mean, spread, relative = row[metric], row[f"{metric}_std"], row.get(f"{metric}_vs_baseline", math.nan)
+    mean, spread, relative = row[metric], row.get(f"{metric}_std", math.nan), row[f"{metric}_vs_baseline"]
     if _missing(mean):
         return ""
     cell = show(mean) if _missing(spread) or spread == 0 else f"{show(mean)} ± {show(spread)}"
@@ -150,23 +143,28 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
+def _weight(values: list[float]) -> str:
+    return f"[{', '.join(f'{value:.4f}' for value in values)}]"
+
+
+def _away(distance: float) -> str:
+    return f"{distance:.2g} away"
+
+
 # By metric: how it is headed, how it is shown, how its difference from the baseline, or its ratio to it, is shown.
-COLUMNS: dict[str, tuple[str, Callable[[float], str], Callable[[float], str]]] = {
+COLUMNS: dict[str, tuple[str, Callable[[Any], str], Callable[[float], str]]] = {
     "first_loss": ("first loss", _number, _signed),
     "last_loss": ("last loss", _number, _signed),
-    "last_grad_norm": ("grad norm", _number, _signed),
+    "last_grad_norm": ("grad norm", _number, _times),
     "test/accuracy": ("test accuracy", _percent, _points),
     "peak_allocated_bytes": ("peak memory", _bytes, _times),
     "samples_per_second": ("samples/s", _rate, _times),
+    "final_weight": ("final weight", _weight, _away),
 }
 
 
 def _count(runs: int, finished: int) -> str:
     return str(runs) if runs == finished else f"{finished} of {runs}"
-
-
-def _weight(values: Any) -> str:
-    return f"[{', '.join(f'{value:.4f}' for value in values)}]" if isinstance(values, list) else ""
 
 
 def _plain(value: Any) -> str:

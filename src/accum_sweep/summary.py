@@ -1,46 +1,45 @@
 """From records to a tidy table, and from that to a comparison. pandas only.
 
-`to_frame` has one row a run and stable columns; `compare` folds seeds and sets every setting against accum_steps=1 of
-the same seeds. Fixed micro-batch and fixed effective batch are different questions and never share a table.
+`to_frame` has one row a run; `compare` folds seeds and sets every setting against accum_steps=1 of the same seeds.
+Fixed micro-batch and fixed effective batch are different questions and never share a table.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from accum_sweep.config import Config, flatten
+from accum_sweep.config import SIZES, Config, flatten
 from accum_sweep.record import Record
 
-SIZES = ["accum_steps", "micro_batch_size", "effective_batch_size"]
-KINDS = {
-    "micro_batch_size": "fixed micro-batch: the effective batch grows with accum_steps",
-    "effective_batch_size": "fixed effective batch: the micro-batch shrinks as accum_steps grows",
-}
 IDENTITY = ["sweep_id", "job_num", "run_id", "run_key", "name", "status", "reason", "started_at", "ended_at"]
 # Config keys that do not make a setting: who asked for it, where it is kept, what it is derived from.
-NO_SETTING = ("seed", "fixed", "save_weights", "tracking.", "sweep.", "problem.default_")
+NO_SETTING = ("seed", "save_weights", "tracking.", "sweep.", "problem.default_")
+WEIGHTS = "final_weight"  # a list of numbers, where they are few
 
-# What is compared: the column, and how it is set against the baseline.
+# What is compared, and how it is set against the baseline.
 COMPARED = {
-    "first_loss": None,
+    "first_loss": "difference",
     "last_loss": "difference",
-    "last_grad_norm": None,
+    "last_grad_norm": "ratio",
     "test/accuracy": "difference",
     "peak_allocated_bytes": "ratio",
     "samples_per_second": "ratio",
+    WEIGHTS: "distance",
 }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One table: the runs of one kind, one row a setting.
+    """One table: the runs of one kind of sweep, one row a setting.
 
-    `rows` has a column for each of `settings`, then `runs`, `finished` and `reason`, and for each metric m in `metrics`
-    the columns m (mean over seeds), `m_std` (NaN for one seed), and where it is compared `m_vs_baseline` (mean of the
-    differences or ratios, seed by seed; NaN where no seed has a baseline).
+    `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
+    column for each of `settings`, then `runs`, `finished` and `reason`, and for each metric m in `metrics` the columns
+    m (mean over seeds), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences, ratios or L2
+    distances, seed by seed; NaN where no seed has a baseline). `final_weight` is a list and has no spread.
     """
 
     kind: str
@@ -53,19 +52,21 @@ class Comparison:
 def to_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Return one row a run, with identity, config, metrics, weights where short, and environment.
 
-    Config keys keep their dotted names, so do `environment.` ones; lists stand as JSON. No records: an empty frame.
+    Config keys keep their dotted names, so do `environment.` ones; lists stand as JSON. `device` is the one the run
+    had, where it got one. No records: an empty frame.
     """
     rows = [_row(record) for record in records]
-    frame = pd.DataFrame(rows, columns=IDENTITY if not rows else None)
-    empty = [name for name in frame.columns if name not in IDENTITY and frame[name].isna().all()]
-    return frame.drop(columns=empty)
+    return pd.DataFrame(rows, columns=IDENTITY if not rows else None)
 
 
 def compare(frame: pd.DataFrame) -> list[Comparison]:
     """Return one comparison for each kind of sweep in `frame`; none for no runs."""
     if frame.empty:
         return []
-    return [_compare(runs, str(kind)) for kind, runs in frame.groupby("fixed", dropna=False)]
+    kinds = pd.Series("", index=frame.index)
+    for _, sweep in frame.groupby("sweep_id", dropna=False):
+        kinds[sweep.index] = _kind(sweep)
+    return [_compare(runs, str(kind)) for kind, runs in frame.groupby(kinds)]
 
 
 def varying(runs: pd.DataFrame) -> list[str]:
@@ -78,52 +79,88 @@ def varying(runs: pd.DataFrame) -> list[str]:
     return [*sizes, *(key for key in keys if key not in SIZES and not _told_by_name(runs, key))]
 
 
+def _kind(sweep: pd.DataFrame) -> str:
+    """Return the size that is fixed in a sweep over accum_steps: of the two, the one with fewer values."""
+    accum, micro, effective = SIZES
+    if _distinct(sweep[accum]) == 1:
+        return ""
+    return (
+        micro if sweep[effective].isna().all() or _distinct(sweep[micro]) < _distinct(sweep[effective]) else effective
+    )
+
+
 def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
     settings = varying(runs)
     constant = {key: runs[key].iloc[0] for key in runs.columns if _is_setting(key) and _distinct(runs[key]) == 1}
-    metrics = [metric for metric in COMPARED if metric in runs.columns]
-    finished = runs[runs["status"] == "finished"]
-    relative = _against_baseline(finished, settings, kind, metrics)
+    metrics = [metric for metric in COMPARED if metric in runs.columns and runs[metric].notna().any()]
+    by = settings or ["status"]
+    seeds = _by_seed(runs, by, metrics)
+    if kind:
+        _set_against_baseline(seeds, settings, kind, metrics)
     rows = []
-    by = settings or ["fixed"]
-    for values, group in runs.groupby(by, dropna=False, sort=False):
-        done = relative.loc[relative.index.intersection(group.index)]
+    for values, group in runs.groupby(by, dropna=False):
+        done = seeds.loc[_equal(seeds, by, values)]
+        finished = int((group["status"] == "finished").sum())
         row: dict[str, Any] = dict(zip(by, values, strict=True))
-        row |= {"runs": len(group), "finished": len(done), "reason": _reasons(group)}
+        row |= {"runs": len(group), "finished": finished, "reason": _reasons(group)}
         for metric in metrics:
-            row[metric], row[f"{metric}_std"] = done[metric].mean(), done[metric].std()
-            if f"{metric}_vs_baseline" in done:
-                row[f"{metric}_vs_baseline"] = done[f"{metric}_vs_baseline"].mean()
-        if "final_weight" in group:
-            row["final_weight"] = _mean_weight(done["final_weight"])
+            row[metric] = _mean(done[metric])
+            if metric != WEIGHTS:
+                row[f"{metric}_std"] = done[metric].std()
+            row[f"{metric}_vs_baseline"] = done[f"{metric}_vs_baseline"].mean() if kind else math.nan
         rows.append(row)
-    table = pd.DataFrame(rows).sort_values(by, ignore_index=True)
-    return Comparison(kind, settings, metrics, constant, table)
+    return Comparison(
+        kind, settings, metrics, {k: v for k, v in constant.items() if not _missing(v)}, pd.DataFrame(rows)
+    )
 
 
-def _against_baseline(
-    finished: pd.DataFrame, settings: Sequence[str], kind: str, metrics: Sequence[str]
-) -> pd.DataFrame:
-    """Add to each run how it stands to the accum_steps=1 run of the same seed and the same other settings."""
-    if "accum_steps" not in settings:
-        return finished
-    derived = SIZES[1] if kind == SIZES[2] else SIZES[2]
-    key = [setting for setting in settings if setting not in ("accum_steps", derived)] + ["seed"]
-    first = finished[finished["accum_steps"] == 1].drop_duplicates(key)
-    joined = finished.merge(first, how="left", on=key, suffixes=("", "_of_baseline")).set_axis(finished.index)
+def _by_seed(runs: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) -> pd.DataFrame:
+    """Return one row a setting and seed, over its finished runs: a run repeated is no second seed."""
+    finished = runs[runs["status"] == "finished"].copy()
+    if WEIGHTS in metrics:
+        finished[WEIGHTS] = finished[WEIGHTS].map(lambda text: json.loads(text) if isinstance(text, str) else None)
+    keys = [*by, "seed"]
+    if finished.empty:
+        return finished[[*keys, *metrics]]
+    numbers = finished.groupby(keys, dropna=False)[[m for m in metrics if m != WEIGHTS]].mean().reset_index()
+    if WEIGHTS in metrics:
+        numbers[WEIGHTS] = finished.groupby(keys, dropna=False)[WEIGHTS].agg(_mean).to_numpy()
+    return numbers
+
+
+def _set_against_baseline(seeds: pd.DataFrame, settings: Sequence[str], kind: str, metrics: Sequence[str]) -> None:
+    """Add to each row how it stands to accum_steps=1 with the same seed and the same other settings."""
+    accum, derived = SIZES[0], SIZES[2] if kind == SIZES[1] else SIZES[1]
+    key = [setting for setting in settings if setting not in (accum, derived)] + ["seed"]
+    first = seeds.loc[seeds[accum] == 1, [*key, *metrics]]
+    baseline = seeds[key].merge(first, how="left", on=key).set_axis(seeds.index)
     for metric in metrics:
-        if COMPARED[metric] == "difference":
-            joined[f"{metric}_vs_baseline"] = joined[metric] - joined[f"{metric}_of_baseline"]
-        elif COMPARED[metric] == "ratio":
-            joined[f"{metric}_vs_baseline"] = joined[metric] / joined[f"{metric}_of_baseline"]
-    return joined
+        pairs = zip(seeds[metric], baseline[metric], strict=True)
+        against = AGAINST[COMPARED[metric]]
+        seeds[f"{metric}_vs_baseline"] = [against(value, base) for value, base in pairs]
+
+
+def _difference(value: float, base: float) -> float:
+    return value - base
+
+
+def _ratio(value: float, base: float) -> float:
+    return value / base if base else math.nan
+
+
+def _distance(value: list[float] | None, base: list[float] | None) -> float:
+    both = isinstance(value, list) and isinstance(base, list) and len(value) == len(base)
+    return math.dist(value, base) if both else math.nan  # type: ignore[arg-type]
+
+
+AGAINST: dict[str, Callable[[Any, Any], float]] = {"difference": _difference, "ratio": _ratio, "distance": _distance}
 
 
 def _row(record: Record) -> dict[str, Any]:
     row: dict[str, Any] = {key: getattr(record, key) for key in IDENTITY}
-    row |= {
-        key: json.dumps(value) if isinstance(value, list) else value for key, value in flatten(record.config).items()
-    }
+    config = flatten(record.config).items()
+    row |= {key: json.dumps(value) if isinstance(value, list) else value for key, value in config}
+    row["device"] = record.environment.get("device") or row.get("device")
     row |= record.metrics
     row |= {key: json.dumps(value) for key, value in record.result.items() if isinstance(value, list)}
     if "weight_changed" in record.result:
@@ -147,13 +184,30 @@ def _distinct(column: pd.Series) -> int:
     return column.nunique(dropna=False)
 
 
+def _equal(frame: pd.DataFrame, keys: Sequence[str], values: Sequence[Any]) -> "pd.Series[bool]":
+    """Tell of each row whether it has these values; two missing ones are equal."""
+    same = pd.Series(True, index=frame.index)
+    for key, value in zip(keys, values, strict=True):
+        same &= frame[key].isna() if _missing(value) else frame[key] == value
+    return same
+
+
 def _reasons(group: pd.DataFrame) -> str:
     """Say what became of the runs that did not finish."""
     failed = group[group["status"] != "finished"]
-    return "; ".join(dict.fromkeys(f"{row.status}: {row.reason}" for row in failed.itertuples()))
+    pairs = zip(failed["status"], failed["reason"], strict=True)
+    return "; ".join(dict.fromkeys(f"{status}: {reason}" for status, reason in pairs))
 
 
-def _mean_weight(weights: pd.Series) -> list[float] | None:
-    """Mean over runs of weights that stand as JSON lists; None without runs."""
-    lists = [json.loads(text) for text in weights.dropna()]
-    return [sum(numbers) / len(lists) for numbers in zip(*lists, strict=True)] if lists else None
+def _mean(column: pd.Series) -> Any:
+    """Return the mean of numbers, or number by number of lists of one length; None for no lists."""
+    if column.name != WEIGHTS:
+        return column.mean()
+    lists = [values for values in column if isinstance(values, list) and None not in values]
+    if not lists or len({len(values) for values in lists}) > 1:
+        return None
+    return [math.fsum(numbers) / len(lists) for numbers in zip(*lists, strict=True)]
+
+
+def _missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -14,6 +14,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
@@ -48,61 +49,57 @@ def sweep(
 
     Raises UserError before anything is written where a combination is wrong, RunsFailed at the end where runs failed.
     """
-    swept, jobs = _jobs([*params, *arguments], config, context)
+    jobs = _jobs([*params, *arguments], config, context)
     folder = Path(config.hydra.sweep.dir)
     serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
     _check_sweep(jobs, folder, serial)
+    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     tracker = open_tracker(jobs[0].config.tracking)
     created = datetime.now(UTC).isoformat()
-    plan = SweepRecord(
-        folder.name, created, list(arguments), [job.overrides for job in jobs], [job.name for job in jobs], swept
-    )
+    names = [job.name for job in jobs]
+    plan = SweepRecord(folder.name, created, list(arguments), [job.overrides for job in jobs], names)
     folder.mkdir(parents=True, exist_ok=True)
     write(plan, folder)
     if tracker is not None:
         with tolerated(f"sweep {plan.sweep_id}"):
             plan = replace(plan, parent_run_id=tracker.start_sweep(plan))
             write(plan, folder)
-    launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
-    interrupted = True
+    # Whatever ends it, what there is, is closed and shown.
     try:
         _launch(jobs, launcher, serial)
-        interrupted = False
-    finally:
-        # Also when the user stops it: what there is, is closed and shown.
-        records = list(read_all(folder))
-        _finish(plan, folder, records, tracker, interrupted)
-    unfinished = sum(record.status != "finished" for record in records) + len(jobs) - len(records)
+    except KeyboardInterrupt:
+        _finish(plan, folder, tracker, "interrupted")
+        raise
+    except Exception:  # a launcher's own: it lost its workers, say
+        log.exception("the launcher failed")
+        _finish(plan, folder, tracker, "failed")
+        raise RunsFailed("the launcher failed before all runs were done") from None
+    unfinished = _finish(plan, folder, tracker, None)
     if unfinished:
-        raise RunsFailed(f"{unfinished} of {len(jobs)} runs did not finish; the table says why")
+        raise RunsFailed(f"{unfinished} of {len(jobs)} runs did not finish")
 
 
-def _jobs(texts: Sequence[str], config: DictConfig, context: HydraContext) -> tuple[list[str], list[Job]]:
-    """Return the swept keys and every combination, composed and checked; raise one ConfigError for all faults."""
+def _jobs(texts: Sequence[str], config: DictConfig, context: HydraContext) -> list[Job]:
+    """Return every combination, composed and checked; raise one ConfigError for all faults."""
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(texts))
     combinations = _combinations(overrides)
-    values: dict[str, set[str]] = {}
-    for combination in combinations:
-        for text in combination:
-            key, _, value = text.partition("=")
-            values.setdefault(key, set()).add(value)
-    swept = [key for key, seen in values.items() if len(seen) > 1]
+    varies = {text for combination in combinations for text in combination if any(text not in c for c in combinations)}
     jobs: list[Job] = []
     faults: list[Fault] = []
     for combination in combinations:
-        name = " ".join(text for text in combination if text.partition("=")[0] in swept) or " ".join(combination)
+        name = " ".join(text for text in combination if text in varies) or " ".join(combination)
         try:
-            composed = context.config_loader.load_sweep_config(config, combination)
-            checked = check(as_dict(composed))
+            checked = check(as_dict(context.config_loader.load_sweep_config(config, combination)))
         except COMPOSITION_ERRORS as error:
-            raise explain(error, combination) from error
+            own = [source.path for source in config.hydra.runtime.config_sources if source.provider == "command-line"]
+            raise explain(error, combination, *own) from error
         except ConfigError as error:
             faults += error.faults
         else:
             jobs.append(Job(combination, name or checked.problem.name, checked))
     if faults:
         raise ConfigError(faults)
-    return swept, jobs
+    return jobs
 
 
 def _combinations(overrides: list[Override]) -> list[list[str]]:
@@ -131,18 +128,16 @@ def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool) -> None:
 
 def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool) -> None:
     """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once."""
-    progress = Progress(len(jobs))
+    progress = Progress(len(jobs), serial)
     try:
         for batch in _batches(len(jobs), serial):
             if serial:
                 progress.starting(jobs[batch.start].name)
             returned = launcher.launch([jobs[number].overrides for number in batch], initial_job_idx=batch.start)
-            folders = [Path(job.hydra_cfg.hydra.runtime.output_dir) for job in returned if job.hydra_cfg is not None]
-            del returned  # it would keep a failed job's tensors alive; the records say what happened
-            for folder in folders:
-                record = read(folder)
-                if record is not None:
-                    progress.ended(record)
+            found = [_record(job_return) for job_return in returned]
+            del returned  # it would keep a failed job's tensors alive
+            for number, record in zip(batch, found, strict=True):
+                progress.ended(jobs[number].name, record)
                 if (record is None or record.status != "finished") and jobs[0].config.sweep.on_failure == "stop":
                     log.warning("stopped after the first failure, as sweep.on_failure=stop says")
                     return
@@ -155,20 +150,33 @@ def _batches(count: int, serial: bool) -> Iterator[range]:
     yield from (range(start, min(start + size, count)) for start in range(0, count, size))
 
 
-def _finish(plan: SweepRecord, folder: Path, records: list[Record], tracker: Tracker | None, interrupted: bool) -> None:
-    """Close the sweep: its record, its table in the folder and on standard output, its MLflow run."""
+def _record(returned: JobReturn) -> Record | None:
+    """Return the record a job has left; None, after a word why, where it could not leave one."""
+    if returned.status == JobStatus.FAILED:
+        log.warning("a run could not leave a record: %s", returned._return_value)
+        return None
+    return None if returned.hydra_cfg is None else read(Path(returned.hydra_cfg.hydra.runtime.output_dir))
+
+
+def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short: Status | None) -> int:
+    """Close the sweep: its record, its table in the folder and on standard output, its MLflow run.
+
+    Returns how many runs did not finish. `cut_short` is what became of a sweep that could not go through its jobs.
+    """
     plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
     write(plan, folder)
+    records = [record for record in read_all(folder) if record.sweep_id == plan.sweep_id]
+    unfinished = len(plan.jobs) - sum(record.status == "finished" for record in records)
     frame = summary.to_frame(records)
     tables = summary.compare(frame)
     report.write_csv(frame, folder / TABLE_FILE)
-    whole = len(records) == len(plan.jobs) and all(record.status == "finished" for record in records)
-    status: Status = "interrupted" if interrupted else "finished" if whole else "failed"
     look = None
     if tracker is not None and plan.parent_run_id is not None:
+        status: Status = cut_short or ("failed" if unfinished else "finished")
         with tolerated(f"sweep {plan.sweep_id}"):
             note = report.markdown(tables)
             tracker.end_sweep(plan.parent_run_id, status, note, [folder / TABLE_FILE], plan.ended_at or "")
             look = tracker.how_to_look(plan.parent_run_id)
     print(report.text(tables))
     log.info("%s", "\n".join(filter(None, [f"records: {os.path.relpath(folder)}", look])))
+    return unfinished

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import socket
 import sqlite3
 import tempfile
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from accum_sweep.config import Tracking, flatten
-from accum_sweep.errors import ConfigError, Fault
+from accum_sweep.errors import ConfigError, Fault, without_secrets
 from accum_sweep.record import Record, Status, SweepRecord
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ log = logging.getLogger(__name__)
 
 DEFAULT_URI = "sqlite:///mlflow.db"  # what plain `mlflow ui` shows
 ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED"}  # all others: FAILED
-BATCH = 1000  # metrics that MLflow takes at once; of parameters and tags, 100
+METRICS_AT_ONCE = 1000  # that is what MLflow takes
+PARAMS_AT_ONCE = 100
 LONGEST_VALUE = 6000  # characters of a parameter or tag; MLflow cuts the rest off without a word
+LONGEST_TAG = 8000  # of a run's description
 
 
 class Tracker:
@@ -51,38 +54,46 @@ class Tracker:
 
     def end_sweep(self, parent_run_id: str, status: Status, note: str, artifacts: list[Path], ended_at: str) -> None:
         """Close the parent run; `note` is Markdown and becomes its description."""
-        self._client.set_tag(parent_run_id, "mlflow.note.content", note)
-        self._client.set_tag(parent_run_id, "accum_sweep.status", status)
-        for path in artifacts:
-            self._client.log_artifact(parent_run_id, str(path))
-        self._client.set_terminated(parent_run_id, ENDED.get(status, "FAILED"), _milliseconds(ended_at))
+        with self._ending(parent_run_id, status, ended_at):
+            self._client.set_tag(parent_run_id, "mlflow.note.content", _cut_lines(note))
+            self._client.set_tag(parent_run_id, "accum_sweep.status", status)
+            for path in artifacts:
+                self._client.log_artifact(parent_run_id, str(path))
 
     def log_run(self, record: Record, folder: Path, parent_run_id: str | None = None) -> str:
         """Copy a record, and every file of its folder, into a run of its own; return the MLflow run id."""
         from mlflow.entities import Param
 
         run_id = self._create_run(record.name, _tags(record, parent_run_id), record.started_at)
-        params = [Param(key, _cut(_as_text(value))) for key, value in flatten(record.config).items()]
-        metrics = list(_metrics(record))
-        for start in range(0, max(len(params), 1), 100):
-            self._client.log_batch(run_id, params=params[start : start + 100])
-        for start in range(0, len(metrics), BATCH):
-            self._client.log_batch(run_id, metrics=metrics[start : start + BATCH])
-        self._client.log_artifacts(run_id, str(folder))
-        self._client.set_terminated(run_id, ENDED.get(record.status, "FAILED"), _milliseconds(record.ended_at))
+        with self._ending(run_id, record.status, record.ended_at):
+            params = [Param(key, _cut(_as_text(value))) for key, value in flatten(record.config).items()]
+            metrics = list(_metrics(record))
+            for start in range(0, len(params), PARAMS_AT_ONCE):
+                self._client.log_batch(run_id, params=params[start : start + PARAMS_AT_ONCE])
+            for start in range(0, len(metrics), METRICS_AT_ONCE):
+                self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_AT_ONCE])
+            self._client.log_artifacts(run_id, str(folder))
         return run_id
 
     def how_to_look(self, run_id: str) -> str:
         """Return the command and the address that lead to a run's page."""
         page = f"#/experiments/{self._experiment_id}/runs/{run_id}?workflowType=machine_learning"
-        if urlsplit(self._uri).scheme in ("http", "https"):
-            return f"in MLflow: {without_password(self._uri).rstrip('/')}/{page}"
+        if _scheme(self._uri) in ("http", "https"):
+            return f"in MLflow: {without_secrets(self._uri).rstrip('/')}/{page}"
         command = "mlflow ui"
         if self._uri != DEFAULT_URI:
             # Never the URI from the environment itself: it is where a password is.
-            uri = '"$MLFLOW_TRACKING_URI"' if self._from_environment else self._uri
+            uri = '"$MLFLOW_TRACKING_URI"' if self._from_environment else shlex.quote(self._uri)
             command += f" --backend-store-uri {uri}"
         return f"in MLflow: {command}   then open http://127.0.0.1:5000/{page}"
+
+    @contextlib.contextmanager
+    def _ending(self, run_id: str, status: Status, ended_at: str) -> Iterator[None]:
+        """End the run in MLflow whatever becomes of what is logged to it: none stays RUNNING for ever."""
+        try:
+            yield
+        finally:
+            self._client.set_terminated(run_id, ENDED.get(status, "FAILED"), _milliseconds(ended_at))
 
     def _create_run(self, name: str, tags: dict[str, str], started_at: str) -> str:
         run = self._client.create_run(self._experiment_id, _milliseconds(started_at), tags, name)
@@ -100,23 +111,24 @@ def open_tracker(settings: Tracking) -> Tracker | None:
     from_environment = settings.uri is None and "MLFLOW_TRACKING_URI" in os.environ
     uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
     key = "MLFLOW_TRACKING_URI" if from_environment else "tracking.uri"
-    scheme = urlsplit(uri).scheme.partition("+")[0]
+    scheme = _scheme(uri)
     if scheme not in ("sqlite", "postgresql", "mysql", "mssql", "http", "https"):
         remedy = f"for example {DEFAULT_URI}, postgresql://..., or http://host:5000"
-        raise ConfigError([Fault(key, without_password(uri), "must be a database or a tracking server", remedy)])
+        raise ConfigError([Fault(key, uri, "must be a database or a tracking server", remedy)])
     if scheme == "sqlite":
         _prepare_sqlite(uri, key)
     elif scheme in ("http", "https") and (trouble := _unreachable(uri)):
-        log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_password(uri), trouble)
+        _warn_away(uri, trouble)
         return None
     try:
         return _open(uri, settings.experiment, from_environment)
+    except ConfigError:
+        raise
     except Exception as error:  # MLflow and the drivers below it raise what they like
         if scheme == "sqlite":
             remedy = "mend it, or choose another tracking.uri"
             raise ConfigError([Fault(key, uri, f"MLflow cannot use it ({_first_line(error)})", remedy)]) from error
-        trouble = _first_line(error).replace(uri, without_password(uri))
-        log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_password(uri), trouble)
+        _warn_away(uri, _first_line(error))
         return None
 
 
@@ -126,14 +138,22 @@ def tolerated(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # MLflow and the drivers below it raise what they like
-        log.warning("MLflow does not take %s (%s); its folder has everything", what, type(error).__name__)
+        log.warning("MLflow does not take %s (%s); its folder has everything", what, _first_line(error))
         log.debug("MLflow's own words", exc_info=True)
 
 
-def without_password(uri: str) -> str:
-    """Return `uri` with its password, if it has one, taken out."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@") if password else uri
+def _warn_away(uri: str, trouble: str) -> None:
+    log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_secrets(uri), trouble)
+
+
+def _scheme(uri: str) -> str:
+    """Return what the address begins with, without the name of a driver; nothing where it cannot be read."""
+    try:
+        parts = urlsplit(uri)
+        _ = parts.port
+    except ValueError:
+        return ""
+    return parts.scheme.partition("+")[0]
 
 
 def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
@@ -146,7 +166,7 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
     if found is None:
         # Not MLflow's default experiment: if `mlflow ui` made that one, its artifacts can only be written through the
         # server. A server gives its own location; beside a database, ours is absolute.
-        local = urlsplit(uri).scheme not in ("http", "https")
+        local = _scheme(uri) not in ("http", "https")
         location = (Path.cwd() / "mlruns" / experiment).as_uri() if local else None
         try:
             return Tracker(client, uri, client.create_experiment(experiment, location), from_environment)
@@ -154,6 +174,9 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
             found = client.get_experiment_by_name(experiment)
             if found is None:
                 raise
+    if found.lifecycle_stage != "active":
+        remedy = "restore it in MLflow, or choose another name"
+        raise ConfigError([Fault("tracking.experiment", experiment, "was deleted", remedy)])
     return Tracker(client, uri, found.experiment_id, from_environment)
 
 
@@ -252,5 +275,13 @@ def _milliseconds(iso: str) -> int:
     return int(datetime.fromisoformat(iso).timestamp() * 1000)
 
 
+def _cut_lines(text: str) -> str:
+    """Return as many whole lines of `text` as MLflow keeps of a description."""
+    if len(text) <= LONGEST_TAG:
+        return text
+    note = "\n\n(too long for this page; summary.csv has all of it)"
+    return text[: LONGEST_TAG - len(note)].rpartition("\n")[0] + note
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return without_secrets((str(error).strip() or type(error).__name__).splitlines()[0])

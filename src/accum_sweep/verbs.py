@@ -38,7 +38,12 @@ def summary(arguments: Sequence[str]) -> int:
 
     frame = to_frame(chosen)
     if options.csv:
-        report.write_csv(frame, None if options.csv == "-" else Path(options.csv))
+        try:
+            report.write_csv(frame, None if options.csv == "-" else Path(options.csv))
+        except OSError as error:
+            raise UserError(
+                f"--csv {options.csv}: cannot be written ({error.strerror}); choose another file"
+            ) from error
     if options.csv != "-":
         print(report.text(compare(frame)))
     return 0
@@ -63,28 +68,19 @@ def _state(sweep: SweepRecord, runs: Sequence[Record]) -> str:
 
 def _choose(which: str, folder: Path) -> list[Record]:
     """Return the records of the sweep or run called `which`; raise UserError where there is none."""
-    if which == "all":
-        found = list(records(folder))
-        if not found:
-            raise UserError(
-                f"summary: no runs in {folder} yet; start some: python -m accum_sweep -m accum_steps=1,2,4,8"
-            )
-        return found
-    known = sweeps(folder)
-    if which == "latest":
-        if not known:
-            raise UserError(
-                f"summary: no sweeps in {folder} yet; start one: python -m accum_sweep -m accum_steps=1,2,4,8"
-            )
-        return list(records(known[-1][0]))
-    for path, sweep in known:
-        if sweep.sweep_id == which:
-            return list(records(path))
-    everything = list(records(folder)) if folder.is_dir() else []
+    known = {sweep.sweep_id: path for path, sweep in sweeps(folder)}
+    if which == "latest" and known:
+        return list(records(list(known.values())[-1]))
+    if which in known:
+        return list(records(known[which]))
+    everything = list(records(folder))
+    if which in ("latest", "all"):
+        if which == "all" and everything:
+            return everything
+        raise UserError(f"summary: no {'runs' if which == 'all' else 'sweeps'} in {folder} yet; {START_ONE}")
     single = [record for record in everything if record.run_id == which]
-    if single:
-        return single
-    ids = [sweep.sweep_id for _, sweep in known] + [record.run_id for record in everything if record.sweep_id is None]
-    raise UserError(
-        f"summary {which}: there is no such sweep or run in {folder}; {nearest(which, ids, 'see summary --list')}"
-    )
+    if not single:
+        ids = [*known, *(record.run_id for record in everything if record.sweep_id is None)]
+        remedy = nearest(which, ids, "see summary --list")
+        raise UserError(f"summary {which}: there is no such sweep or run in {folder}; {remedy}")
+    return single
