@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import logging
 import weakref
 from pathlib import Path
 
@@ -128,6 +129,7 @@ def test_a_real_lack_of_memory_is_oom_and_the_next_run_is_fine(tmp_path: Path) -
 def test_a_failed_run_does_not_hold_its_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.CRITICAL + 1, "accum_sweep")  # else pytest keeps the logged traceback, and so the tensors
     held: list[weakref.ref[nn.Module]] = []
 
     def failing(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
@@ -137,9 +139,6 @@ def test_a_failed_run_does_not_hold_its_tensors(
     monkeypatch.setattr(digits_mlp, "cross_entropy", failing)
     assert run_here(tmp_path, "problem=digits_mlp").status == "failed"
     assert held
-    assert held[0]() is not None, "pytest keeps the logged traceback, and with it the tensors: the check can fail"
-    caplog.clear()
-    gc.collect()
     assert all(ref() is None for ref in held)
 
 
