@@ -157,6 +157,21 @@ def test_exceptions_become_a_status_and_the_sweep_goes_on(
     assert "on fire" in done.stdout
 
 
+def test_jobs_that_share_a_folder_do_not_write_over_each_other(cli: Cli, tmp_path: Path) -> None:
+    done = cli("-m", "seed=0,1", "hydra.sweep.subdir=same", "tracking=none")
+    assert done.returncode == 1
+    assert "holds a run already" in done.stderr
+    (record,) = runs_of(tmp_path)
+    assert record.config["seed"] == 0
+
+
+def test_a_sweep_counts_its_own_runs_only(cli: Cli, tmp_path: Path) -> None:
+    assert cli("tracking=none", "seed=7").returncode == 0
+    done = cli("-m", "seed=0,1", "hydra.sweep.dir=runs", "tracking=none")
+    assert done.returncode == 0, done.stderr
+    assert "2 runs, 2 finished" in done.stdout
+
+
 def test_a_sweep_can_stop_at_its_first_failure(cli: Cli, tmp_path: Path) -> None:
     done = cli("-m", "device=cpu,cuda:99", "seed=0,1", "sweep.on_failure=stop", "tracking=none")
     assert done.returncode == 1

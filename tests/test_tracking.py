@@ -217,6 +217,27 @@ def test_a_database_of_another_schema_is_told_before_anything_runs(cli: Cli, tmp
     assert len(list(records(tmp_path / "runs"))) == before
 
 
+def test_a_folder_and_an_experiment_with_signs_that_mean_something_in_an_address(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "50%20 of? it#all"
+    folder.mkdir()
+    done = cli("-m", "seed=0,1", "tracking.experiment=/../etc", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {"mlflow.db", "mlruns", "runs"}
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+    assert len(list(folder.glob("mlruns/____etc/*/artifacts/record.json"))) == 2
+
+
+def test_an_experiment_deleted_in_mlflow_is_told(cli: Cli, tmp_path: Path) -> None:
+    assert cli().returncode == 0
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("accum-sweep")
+    assert experiment is not None
+    client.delete_experiment(experiment.experiment_id)
+    done = cli()
+    assert done.returncode == 2
+    assert "tracking.experiment=accum-sweep: was deleted" in done.stderr
+
+
 def test_long_values_are_cut_visibly_and_whole_in_the_record(cli: Cli, tmp_path: Path) -> None:
     batch = "{x:[[" + "],[".join(["0.123456789"] * 800) + "]],y:[" + ",".join(["1"] * 800) + "]}"
     done = cli(f"problem.batches=[{batch}]", "accum_steps=1")
@@ -233,11 +254,16 @@ def test_long_values_are_cut_visibly_and_whole_in_the_record(cli: Cli, tmp_path:
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
-        ("postgresql://me:s3cret@host/db", "postgresql://me:***@host/db"),
-        ("http://me:p@ss:w%2Frd@host:5000/x", "http://me:***@host:5000/x"),
+        ("postgresql://me:s3cret@host/db", "postgresql://***@host/db"),
+        ("postgresql://me:s3cr/x#y?z@host/db", "postgresql://***@host/db"),
+        ("http:/me:s3cret@host", "http:/***@host"),
+        ("postgresql//me:s3cret@host/db", "postgresql//***@host/db"),
+        ("me:s3cret@host/db", "***@host/db"),
+        ("http://s3cret@host", "http://***@host"),
+        ("postgresql://me@host/db", "postgresql://me@host/db"),
+        ("http://me:p@ss:w%2Frd@host:5000/x", "http://***@host:5000/x"),
         ("postgresql://h/db?user=me&password=s3cret&sslmode=a", "postgresql://h/db?user=me&password=***&sslmode=a"),
         ("http://host:5000", "http://host:5000"),
-        ("http://host:5000/a@b", "http://host:5000/a@b"),
         ("sqlite:///mlflow.db", "sqlite:///mlflow.db"),
     ],
 )
@@ -253,4 +279,4 @@ def test_the_tracking_group_knows_none(cli: Cli, tmp_path: Path) -> None:
 
 def test_a_store_that_mlflow_no_longer_takes_is_refused() -> None:
     with pytest.raises(ConfigError, match="database or a tracking server"):
-        open_tracker(Tracking(uri="mlruns"))
+        open_tracker(Tracking(backend="mlflow", uri="mlruns", experiment="x"))

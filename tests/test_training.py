@@ -116,6 +116,20 @@ def test_an_interrupted_run_keeps_the_steps_it_took(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "cut/record.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.parametrize("error", [SystemExit(5), RuntimeError("half a \udcff character")])
+def test_whatever_a_problem_raises_becomes_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def failing(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        raise error
+
+    monkeypatch.setattr(digits_mlp, "cross_entropy", failing)
+    record = run_here(tmp_path, "problem=digits_mlp")
+    assert record.status == "failed"
+    assert type(error).__name__ in (record.reason or "")
+    (record.reason or "").encode()
+
+
 def test_a_real_lack_of_memory_is_oom_and_the_next_run_is_fine(tmp_path: Path) -> None:
     record = run_here(tmp_path / "a", "problem=digits_mlp", "problem.hidden=1000000000000")
     assert record.status == "oom"

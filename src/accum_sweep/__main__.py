@@ -34,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    except OSError as error:  # a full disk, a closed output
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

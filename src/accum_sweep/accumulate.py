@@ -54,6 +54,7 @@ def accumulate_gradients(
     scale, scale_items = None, 0
     for micro_batch in micro_batches:
         loss_sum, items = loss(model, micro_batch)
+        items = int(items)  # a tensor's, if the loss gave one
         if items < 1:
             raise ValueError(f"the loss counted {items} items in a micro-batch; it takes at least 1")
         expected = expected or items * len(micro_batches)

@@ -38,15 +38,28 @@ def main(arguments: Sequence[str]) -> None:
     # Overrides first: an option that may have a value, like --info, does not take one of them for it.
     sys.argv[1:] = [*options.overrides, *(QUIET if quiet else []), *others]
     # Hydra prints what goes wrong and exits with 1, unless told to hand it on.
+    debug = os.environ.get("HYDRA_FULL_ERROR") == "1"  # the user's wish to see tracebacks
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _unfinished.clear()
+    _begun.clear()
     application = hydra.main(config_path=str(CONF), config_name="config", version_base=HYDRA_VERSION_BASE)(task)
     try:
         application()
     except COMPOSITION_ERRORS as error:
         raise explain(error, options.overrides, options.config_dir) from error
+    except (UserError, RunsFailed):
+        raise
+    except Exception as error:
+        if _interrupted(error):
+            raise KeyboardInterrupt from error
+        if _begun or debug:
+            raise
+        # Hydra's own checks of groups, folders, logging and launchers raise ValueErrors, OSErrors and others.
+        raise UserError(f"Hydra cannot start this ({type(error).__name__}: {without_secrets(str(error))})") from error
     finally:
         GlobalHydra.instance().clear()
+        if not debug:
+            del os.environ["HYDRA_FULL_ERROR"]
     if _unfinished:
         raise RunsFailed("\n".join(_unfinished))
 
@@ -82,7 +95,7 @@ class CheckFirst(Callback):
             if (Path(config.hydra.run.dir) / RECORD_FILE).exists():
                 fault = Fault("hydra.run.dir", config.hydra.run.dir, "holds a run already", "choose another")
                 raise ConfigError([fault])
-        except (UserError, *COMPOSITION_ERRORS) as error:
+        except Exception as error:
             _refuse(error)
 
     def on_multirun_start(self, config: DictConfig, **_: object) -> None:
@@ -106,6 +119,13 @@ def _check_hydra(config: DictConfig) -> None:
         raise ConfigError(faults)
 
 
+def _interrupted(error: BaseException | None) -> bool:
+    """Tell whether a Ctrl-C is behind an error; OmegaConf wraps what it meets."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or _interrupted(error.__cause__) or _interrupted(error.__context__)
+    )
+
+
 def _refuse(error: Exception) -> NoReturn:
     print(without_secrets(str(error)), file=sys.stderr)
     raise SystemExit(2) from error
@@ -114,10 +134,12 @@ def _refuse(error: Exception) -> NoReturn:
 # What became of the run that the command line asked for, if it did not finish. Not raised in the task: Hydra would say
 # "Error executing job" to that, and call no more callbacks.
 _unfinished: list[str] = []
+_begun: list[bool] = []  # whether a task has begun: what goes wrong before that, the command line did
 
 
 def task(composed: DictConfig) -> float | None:
     """Execute one job of Hydra's and return its last loss; a single run prints its result."""
+    _begun.append(True)
     job = HydraConfig.get()
     folder = Path(job.runtime.output_dir)
     overrides = list(job.overrides.task)
@@ -144,6 +166,8 @@ def run(overrides: Sequence[str] = ()) -> Record:
     The record's `result` is the dictionary that the command prints; `status` says whether it finished. Raises
     ConfigError, before anything is written, where the configuration is wrong.
     """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides must be a list of strings, such as [{overrides!r}]")
     config = check(compose(overrides))
     folder = Path(RUNS_FOLDER) / datetime.now().strftime("%Y%m%d-%H%M%S-%f")
     record, _ = _single(config, folder, list(overrides))

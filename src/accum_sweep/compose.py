@@ -85,6 +85,10 @@ def _fault(error: Exception, overrides: Sequence[str]) -> tuple[Fault | None, st
         rule, remedy = "is no key=value that Hydra can read", f"quote it, or see {HYDRA_GRAMMAR}"
         return Fault(*_key_and_value(error.override), rule, remedy), culprit
     message = str(error)
+    there = re.search(r"An item is already at '([^']+)'", message)
+    if there:
+        fault = Fault(f"+{there[1]}", "...", "is there already", f"to set it, drop the +: {there[1]}=...")
+        return fault, next((text for text in overrides if text.startswith(f"+{there[1]}=")), None)
     unknown = re.search(r"Could not (?:override|append to config|delete from config)[^']*'([^']+)'", message)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'\s+Available options in '[^']+':((?:\n\t\S+)*)", message)
     group = re.search(r"Could not override '([^']+)'\. No match in the defaults list", message)
@@ -99,6 +103,8 @@ def _fault(error: Exception, overrides: Sequence[str]) -> tuple[Fault | None, st
             options = missing[3].split()
             remedy = nearest(missing[2], options, f"choose from {', '.join(options)}")
             return Fault(key, value, f"there is no such {key}", remedy), text
+        if text.startswith("~"):
+            return Fault(text, value, "cannot be taken out", "leave it in"), text
         others = [other for other in overrides if other != text]
         return Fault(key, value, "is no known key", nearest(key, _siblings(key, others), "see --cfg job")), text
     return None, None
@@ -124,7 +130,7 @@ def _parsed(overrides: Sequence[str]) -> Iterator[tuple[str, Override]]:
     for text in overrides:
         try:
             parsed = parser.parse_override(text)
-        except OverrideParseException:
+        except HydraException:
             continue
         yield text, parsed
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 from accum_sweep.problems import ProblemParams, params_class
 
+LARGEST = 10**12  # of what is counted: beyond it, somebody slipped on a key
 SIZES = ("accum_steps", "micro_batch_size", "effective_batch_size")
 
 
@@ -27,9 +28,9 @@ Whole = Annotated[int, BeforeValidator(_no_bool)]  # also takes 1e3, which YAML 
 Real = Annotated[float, BeforeValidator(_no_bool)]
 
 
-def _setting(rule: str, example: object, default: Any = ..., **limits: Any) -> Any:
-    """Declare a setting with its rule and an example in words, for the error message."""
-    return Field(default, description=rule, examples=[example], **limits)
+def _setting(rule: str, example: object, **limits: Any) -> Any:
+    """Declare a setting with its rule and an example in words, for the error message. Defaults stand in `conf/`."""
+    return Field(description=rule, examples=[example], **limits)
 
 
 class Tracking(BaseModel):
@@ -37,9 +38,11 @@ class Tracking(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    backend: Literal["mlflow", "none"] = _setting("must be mlflow or none", "mlflow", "mlflow")
-    uri: str | None = _setting("must be a tracking URI, or null for $MLFLOW_TRACKING_URI or ./mlflow.db", "null", None)
-    experiment: str = _setting("must be the name of an MLflow experiment", "accum-sweep", "accum-sweep", min_length=1)
+    backend: Literal["mlflow", "none"] = _setting("must be mlflow or none", "mlflow")
+    uri: str | None = _setting("must be a tracking URI, or null for $MLFLOW_TRACKING_URI or ./mlflow.db", "null")
+    experiment: str = _setting(
+        "must be the name of an MLflow experiment, up to 200 characters", "accum-sweep", min_length=1, max_length=200
+    )
 
 
 class SweepOptions(BaseModel):
@@ -47,7 +50,7 @@ class SweepOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue", "continue")
+    on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue")
 
 
 class Config(BaseModel):
@@ -64,23 +67,21 @@ class Config(BaseModel):
         "must hold the name of a class in torch.optim and its arguments", "{name: SGD}"
     )
     lr: Real = _setting("must be a finite number, 0 or more", 0.1, ge=0, allow_inf_nan=False)
-    normalization: Literal["sum", "mean", "items"] = _setting("must be sum, mean or items", "items", "items")
-    accum_steps: Whole | None = _setting("must be a whole number, 1 or more", 4, None, ge=1)
-    micro_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 16, None, ge=1)
-    effective_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 64, None, ge=1)
-    steps: Whole | None = _setting("must be a whole number, 1 or more", 100, None, ge=1)
-    epochs: Whole | None = _setting("must be a whole number, 1 or more", 5, None, ge=1)
-    last_window: Literal["flush", "drop"] = _setting("must be flush or drop", "flush", "flush")
-    seed: Whole = _setting("must be a whole number from 0 to 2**64 - 1", 0, 42, ge=0, lt=2**64)
+    normalization: Literal["sum", "mean", "items"] = _setting("must be sum, mean or items", "items")
+    accum_steps: Whole | None = _setting("must be a whole number, 1 or more", 4, ge=1, le=LARGEST)
+    micro_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 16, ge=1, le=LARGEST)
+    effective_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 64, ge=1, le=LARGEST)
+    steps: Whole | None = _setting("must be a whole number, 1 or more", 100, ge=1, le=LARGEST)
+    epochs: Whole | None = _setting("must be a whole number, 1 or more", 5, ge=1, le=LARGEST)
+    last_window: Literal["flush", "drop"] = _setting("must be flush or drop", "flush")
+    seed: Whole = _setting("must be a whole number from 0 to 2**64 - 1", 0, ge=0, lt=2**64)
     device: str = _setting(
-        "must be auto, cpu, cuda, cuda:N or mps", "auto", "auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$"
+        "must be auto, cpu, cuda, cuda:N or mps", "auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$"
     )
-    precision: Literal["fp32", "fp64"] = _setting("must be fp32 or fp64", "fp32", "fp32")
-    save_weights: bool = _setting("must be true or false", "true", False)
-    tracking: Tracking = _setting(
-        "must hold backend, uri and experiment", "{backend: mlflow}", Tracking(backend="mlflow")
-    )
-    sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}", SweepOptions())
+    precision: Literal["fp32", "fp64"] = _setting("must be fp32 or fp64", "fp32")
+    save_weights: bool = _setting("must be true or false", "true")
+    tracking: Tracking = _setting("must hold backend, uri and experiment", "{backend: none, uri: null, experiment: x}")
+    sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}")
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -88,6 +89,22 @@ class Config(BaseModel):
         sizes = (self.micro_batch_size,) if self.micro_batch_size else self.problem.written_micro_batch_sizes
         assert sizes, "check() leaves no size open that the problem does not give"
         return sizes
+
+
+# What is checked in the place of a setting that is wrong in itself.
+STAND_INS: dict[str, Any] = {
+    **dict.fromkeys((*SIZES, "steps", "epochs")),
+    "optimizer": {"name": "SGD"},
+    "lr": 0.0,
+    "normalization": "items",
+    "last_window": "flush",
+    "seed": 0,
+    "device": "auto",
+    "precision": "fp32",
+    "save_weights": False,
+    "tracking": {"backend": "none", "uri": None, "experiment": "none"},
+    "sweep": {"on_failure": "continue"},
+}
 
 
 def run_key(config: Config, device: str) -> str:
@@ -125,8 +142,7 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
         faults += list(_field_faults(error, Config))
         bad |= {str(fault["loc"][0]) for fault in error.errors()}
         # The rules between settings are checked on what is sound, so that all faults are told at once.
-        stand_ins = {"lr": 0.0, "optimizer": {"name": "SGD"}}
-        config = Config.model_validate(stand_ins | {key: value for key, value in raw.items() if key not in bad})
+        config = Config.model_validate(STAND_INS | {key: value for key, value in raw.items() if key not in bad})
     if not bad & {*SIZES, "problem"}:
         config, size_faults = _with_sizes(config)
         faults += size_faults
@@ -174,6 +190,9 @@ def _field_faults(error: ValidationError, model: type[BaseModel], prefix: str = 
             yield Fault(key, finding["input"], "is no known key", nearest(where[-1], model.model_fields, "take it out"))
             continue
         field = _field(model, where)
+        if finding["type"] == "missing":
+            yield Fault(key, "(missing)", str(field.description) if field else "must be there", "leave it in")
+            continue
         value = finding["input"] if where else "..."
         if field is not None and field.examples:
             yield Fault(key, value, str(field.description), f"for example {key}={field.examples[0]}")

@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# A password in an address, before its host or among its parameters.
-SECRET = re.compile(
-    r"(?<=://)([^/?#\s:@]*):[^/\s]*@|(?<=[?&;])(\w*(?:password|passwd|pwd|token|secret)\w*)=[^&\s;,'\"]+", re.I
+# What an address can hold: a token, or a user with a password, before its host; or a password among its parameters.
+BEFORE_HOST = re.compile(
+    r"(https?:/{0,2})\S*@|([a-z][\w+.-]*:?/{1,2})[^\s:]*:\S*@|()[^\s=:\[\]'\"]*:[^\s=\[\]'\"]*@", re.I
 )
+PARAMETER = re.compile(r"\b(\w*(?:password|passwd|secret)|pwd|token|access_token)=[^&\s;,'\"]+", re.I)
 
 
 class UserError(Exception):
@@ -40,8 +41,9 @@ class ConfigError(UserError):
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with the passwords of the addresses in it masked."""
-    return SECRET.sub(lambda found: f"{found[1]}:***@" if found[1] is not None else f"{found[2]}=***", text)
+    """Return `text` with what may be a password masked."""
+    text = BEFORE_HOST.sub(lambda found: f"{found[1] or found[2] or ''}***@", text)
+    return PARAMETER.sub(lambda found: f"{found[1]}=***", text)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:

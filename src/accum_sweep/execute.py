@@ -22,7 +22,7 @@ from accum_sweep import environment
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
-from accum_sweep.record import RECORD_FILE, Identity, Record, Status, finite, write, write_atomically
+from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
 from accum_sweep.training import State, Training, train_and_measure
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         status, reason = "failed", str(error)
     except KeyboardInterrupt:
         status, reason = "interrupted", "stopped by the user"
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a problem's code may raise what it likes, and call exit()
         status, reason = "oom" if _out_of_memory(error) else "failed", f"{type(error).__name__}: {error}"
         log.exception("%s: %s", identity.name, status)
     if status != "finished":
@@ -67,22 +67,26 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         run_key=run_key(config, config.device if device is None else str(device)),
         name=identity.name,
         status=status,
-        reason=reason,
+        reason=plain(reason),
         started_at=started.isoformat(),
         ended_at=datetime.now(UTC).isoformat(),
         overrides=identity.overrides,
         config=config.model_dump(mode="json"),
         environment=environment.describe()
         | {"device": device and str(device), "device_name": device and hardware_name(device)},
-        metrics=finite(metrics),
-        series=finite(series),
-        result=finite(_result(training, metrics) or {"status": status, "reason": reason}),
-        weights=finite(_weights_in_full(training)),
+        metrics=plain(metrics),
+        series=plain(series),
+        result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
+        weights=plain(_weights_in_full(training)),
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
     )
-    _write_companions(record, training if config.save_weights else None, folder)
-    write(record, folder)  # last: where it is, the rest is too
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.save_weights and training.initial is not None and training.final is not None:
+        save_file(training.initial, folder / "initial.safetensors")
+        save_file(training.final, folder / "final.safetensors")
+    write(record, folder)
+    _write_companions(record, folder)
     return record
 
 
@@ -166,7 +170,8 @@ def _result(training: Training, metrics: dict[str, float | int | None]) -> dict[
 
 
 def _is_small(state: State) -> bool:
-    return sum(tensor.numel() for tensor in state.values()) <= SMALL_MODEL
+    whole = sum(tensor.numel() for tensor in state.values())
+    return whole <= SMALL_MODEL and not any(tensor.is_complex() for tensor in state.values())  # JSON knows no complex
 
 
 def _weights_in_full(training: Training) -> dict[str, dict[str, Any]]:
@@ -178,19 +183,18 @@ def _weights_in_full(training: Training) -> dict[str, dict[str, Any]]:
     }
 
 
-def _write_companions(record: Record, saved: Training | None, folder: Path) -> None:
-    """Write, for people and for MLflow's pages, what the record also holds; and the weights, if asked for."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "config.yaml", yaml.safe_dump(record.config, sort_keys=False))
-    write_atomically(folder / "result.json", json.dumps(record.result) + "\n")
-    if record.weights:
-        write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
-    if saved is not None and saved.initial is not None and saved.final is not None:
-        save_file(saved.initial, folder / "initial.safetensors")
-        save_file(saved.final, folder / "final.safetensors")
+def _write_companions(record: Record, folder: Path) -> None:
+    """Write, for people and for MLflow's pages, what the record also holds."""
+    try:
+        write_atomically(folder / "config.yaml", yaml.safe_dump(record.config, sort_keys=False))
+        write_atomically(folder / "result.json", json.dumps(record.result) + "\n")
+        if record.weights:
+            write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
+    except OSError as error:
+        log.warning("%s: only record.json could be written (%s)", folder, error.strerror)
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _out_of_memory(error: BaseException) -> bool:
     """Tell whether memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
 

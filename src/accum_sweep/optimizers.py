@@ -3,6 +3,7 @@
 A new optimizer is a new file in `conf/optimizer/`, nothing more.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,10 @@ def build(settings: Mapping[str, Any], lr: float, parameters: Iterable[nn.Parame
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer):
         known = [key for key, value in vars(torch.optim).items() if isinstance(value, type)]
         raise UserError(f"torch.optim has no optimizer {name!r}: {nearest(name, known, 'see its documentation')}")
+    for key, parameter in inspect.signature(cls).parameters.items():
+        # torch takes any value for true here, "no" as well.
+        if "bool" in str(parameter.annotation) and not isinstance(arguments.get(key), bool | None):
+            raise UserError(f"torch.optim.{name} takes true or false for {key}, not {arguments[key]}")
     try:
         return cls(parameters, lr=lr, **arguments)  # type: ignore[call-arg]  # every torch optimizer takes lr
     except (TypeError, ValueError) as error:
@@ -32,9 +37,9 @@ def build(settings: Mapping[str, Any], lr: float, parameters: Iterable[nn.Parame
 def probe(settings: Mapping[str, Any], lr: float) -> None:
     """Raise UserError where torch would refuse these settings, or a step with them, by trying on one weight."""
     weight = nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
+    weight.grad = torch.ones(1)
     optimizer = build(settings, lr, [weight])
     try:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"torch.optim.{settings['name']} cannot step on plain gradients: {error}") from error
+        raise UserError(f"torch.optim.{settings['name']} cannot take a step with these settings: {error}") from error

@@ -13,9 +13,11 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from accum_sweep.errors import UserError
 
@@ -78,7 +80,7 @@ class SweepRecord:
 def write(entry: Record | SweepRecord, folder: Path) -> Path:
     """Write the record into `folder`, whole or not at all: temporary file, fsync, rename, fsync of the folder."""
     path = folder / (SWEEP_FILE if isinstance(entry, SweepRecord) else RECORD_FILE)
-    write_atomically(path, json.dumps(finite(asdict(entry)), allow_nan=False))
+    write_atomically(path, json.dumps(plain(asdict(entry)), allow_nan=False))
     return path
 
 
@@ -131,9 +133,9 @@ def records(folder: Path) -> Iterator[Record]:
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({error}); move it away to go on without it") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no record; move it away to go on without it")
@@ -144,21 +146,25 @@ T = TypeVar("T", Record, SweepRecord)
 
 
 def _from_json(cls: type[T], content: dict[str, Any], path: Path) -> T:
-    if content.get("version", 0) > VERSION:
+    number = content.get("version", 0)
+    if isinstance(number, int) and number > VERSION:
         raise UserError(f"{path} was written by a newer accum-sweep; update this one to read it")
-    known = {item.name for item in fields(cls)}
     try:
-        return cls(**{key: value for key, value in content.items() if key in known})
-    except TypeError as error:
-        raise UserError(f"{path} is no whole record ({error}); move it away to go on without it") from error
+        return TypeAdapter(cls).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"{path} is damaged ({where}: {first['msg']}); move it away to go on without it") from error
 
 
-def finite(value: Any) -> Any:
-    """Return `value` with NaN and infinities replaced by None, at any depth."""
+def plain(value: Any) -> Any:
+    """Return `value` with what JSON cannot say, at any depth, replaced: NaN and infinities by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()  # half a character, from a file name say, is none
     if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
+        return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
+        return [plain(inner) for inner in value]
     return value

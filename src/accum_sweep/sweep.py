@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from accum_sweep import report, summary
 from accum_sweep.compose import COMPOSITION_ERRORS, as_dict, explain
 from accum_sweep.config import Config, check
-from accum_sweep.errors import ConfigError, Fault, RunsFailed
+from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
 from accum_sweep.progress import Progress
 from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write
 from accum_sweep.record import records as read_all
@@ -83,6 +83,8 @@ def _jobs(texts: Sequence[str], config: DictConfig, context: HydraContext) -> li
     """Return every combination, composed and checked; raise one ConfigError for all faults."""
     overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(texts))
     combinations = _combinations(overrides)
+    if not combinations:
+        raise UserError(f"{' '.join(texts)}: the sweep is empty; give every key at least one value")
     varies = {text for combination in combinations for text in combination if any(text not in c for c in combinations)}
     jobs: list[Job] = []
     faults: list[Fault] = []
@@ -106,6 +108,10 @@ def _combinations(overrides: list[Override]) -> list[list[str]]:
     """Return the overrides of each job, in Hydra's own order: the last key turns fastest."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
+    for override in overrides:
+        if override.is_sweep_override() and not override.is_discrete_sweep():
+            rule = "has no single values to sweep over"
+            raise ConfigError([Fault(override.key_or_group, override.input_line, rule, "list them: a,b,c")])
     return BasicSweeper.split_arguments(overrides, None)[0]
 
 

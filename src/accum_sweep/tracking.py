@@ -10,10 +10,12 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import socket
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -124,6 +126,8 @@ def open_tracker(settings: Tracking) -> Tracker | None:
         return _open(uri, settings.experiment, from_environment)
     except ConfigError:
         raise
+    except ImportError as error:
+        raise ConfigError([Fault(key, uri, f"needs a driver ({error})", "install it with pip")]) from error
     except Exception as error:  # MLflow and the drivers below it raise what they like
         if scheme == "sqlite":
             remedy = "mend it, or choose another tracking.uri"
@@ -167,7 +171,8 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
         # Not MLflow's default experiment: if `mlflow ui` made that one, its artifacts can only be written through the
         # server. A server gives its own location; beside a database, ours is absolute.
         local = _scheme(uri) not in ("http", "https")
-        location = (Path.cwd() / "mlruns" / experiment).as_uri() if local else None
+        folder = re.sub(r"[^\w -]", "_", experiment)  # a name may hold slashes and dots; it is no path
+        location = (Path.cwd() / "mlruns" / folder).as_uri() if local else None
         try:
             return Tracker(client, uri, client.create_experiment(experiment, location), from_environment)
         except MlflowException:  # another process was faster
@@ -182,7 +187,12 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
 
 def _prepare_sqlite(uri: str, key: str) -> None:
     """Make sure that the database file is there and can be written, at once: MLflow itself retries for minutes."""
-    path = Path(uri.partition(":///")[2].partition("?")[0])
+    from sqlalchemy.engine import make_url
+
+    database = make_url(uri).database
+    if not uri.startswith("sqlite:///") or not database or database.startswith((":memory:", "file:")):
+        raise ConfigError([Fault(key, uri, "must name a file", f"for example {DEFAULT_URI}")])
+    path = Path(database)
     remedy = "choose a file in a folder that you may write to"
     try:
         if not path.exists():
@@ -204,16 +214,19 @@ def _create_database(path: Path) -> None:
     """Create MLflow's tables in a temporary file and link it into place: of several at once, one wins, whole."""
     if not path.parent.is_dir():
         raise FileNotFoundError(2, f"there is no folder {path.parent}")
+    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here
+        if time.time() - left.stat().st_mtime > 3600:
+            left.unlink(missing_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(Path(name).name)  # as the user wrote it: an absolute path may hold %, ? and #
     try:
         for noisy in ("mlflow.store.db.utils", "alembic"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
         artifacts = (Path.cwd() / "mlruns").as_uri()
-        store = SqlAlchemyStore(f"sqlite:///{temporary.absolute()}", artifacts)  # type: ignore[no-untyped-call]
+        store = SqlAlchemyStore(f"sqlite:///{temporary}", artifacts)  # type: ignore[no-untyped-call]
         store.engine.dispose()
         with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
@@ -229,7 +242,7 @@ def _unreachable(uri: str) -> str | None:
     try:
         with socket.create_connection((parts.hostname or "", port), timeout=5):
             return None
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that is none is a UnicodeError
         return str(error)
 
 

@@ -40,6 +40,8 @@ def summary(arguments: Sequence[str]) -> int:
     if options.csv:
         try:
             report.write_csv(frame, None if options.csv == "-" else Path(options.csv))
+        except BrokenPipeError:
+            raise
         except OSError as error:
             raise UserError(
                 f"--csv {options.csv}: cannot be written ({error.strerror}); choose another file"

@@ -23,9 +23,11 @@ def params_class(name: str) -> type[ProblemParams]:
         raise ConfigError([Fault("problem.name", name, "must be a known problem", remedy)])
     try:
         params = importlib.import_module(module_name).Params
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a user's module may raise what it likes
         remedy = "give the full name of a module on the Python path that holds a class Params"
-        raise ConfigError([Fault("problem.name", name, f"could not be loaded ({error})", remedy)]) from error
+        raise ConfigError(
+            [Fault("problem.name", name, f"could not be loaded ({type(error).__name__}: {error})", remedy)]
+        ) from error
     if not (isinstance(params, type) and issubclass(params, ProblemParams)):
         remedy = "derive Params from accum_sweep.problems.ProblemParams"
         raise ConfigError([Fault("problem.name", name, "holds a Params that is no ProblemParams", remedy)])

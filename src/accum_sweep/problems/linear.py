@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from accum_sweep.problems.base import Problem, ProblemParams
 
@@ -18,8 +18,8 @@ class MiniBatch(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    x: list[list[float]] = Field(min_length=1)
-    y: list[float] = Field(min_length=1)
+    x: list[Annotated[list[FiniteFloat], Field(min_length=1)]] = Field(min_length=1)
+    y: list[FiniteFloat] = Field(min_length=1)
 
 
 class Params(ProblemParams):
@@ -27,10 +27,10 @@ class Params(ProblemParams):
 
     batches: list[MiniBatch] = Field(min_length=1, description="the mini-batches, in the order they are seen")
     bias: bool = Field(default=True, description="whether the layer has a bias")
-    initial_weight: list[float] | None = Field(
+    initial_weight: list[FiniteFloat] | None = Field(
         default=None, description="one number a feature; null: torch's own, by seed"
     )
-    initial_bias: float | None = Field(default=None, description="null: torch's own, by seed")
+    initial_bias: FiniteFloat | None = Field(default=None, description="null: torch's own, by seed")
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
@@ -38,8 +38,8 @@ class Params(ProblemParams):
         for number, batch in enumerate(self.batches):
             if len(batch.x) != len(batch.y):
                 raise ValueError(f"batches[{number}] has {len(batch.x)} rows in x but {len(batch.y)} values in y")
-            if features == 0 or any(len(row) != features for row in batch.x):
-                raise ValueError(f"batches[{number}] has rows of unequal length; every row of x needs {features or 1}")
+            if any(len(row) != features for row in batch.x):
+                raise ValueError(f"batches[{number}] has rows of another length; every row of x needs {features}")
         if self.initial_weight is not None and len(self.initial_weight) != features:
             raise ValueError(f"initial_weight has {len(self.initial_weight)} numbers for {features} features")
         if self.initial_bias is not None and not self.bias:
