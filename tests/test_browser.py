@@ -75,10 +75,10 @@ class Browser:
         self._asked = 0
 
     def look(self, address: str, *awaited: str) -> "Page":
-        """Open `address` and return the page once it shows all awaited texts, or as it is after a minute."""
+        """Open `address` and return the page once it shows all awaited texts, or as it is after half a minute."""
         target = self._ask("Target.createTarget", url=address)
         session = self._ask("Target.attachToTarget", targetId=target["targetId"], flatten=True)["sessionId"]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 30
         while True:
             page = Page(self._document(session))
             if set(awaited) <= set(page.texts) or time.monotonic() > deadline:
@@ -193,7 +193,7 @@ def test_the_experiment_page_shows_the_sweep_and_its_runs_by_what_differs(browse
     experiment = f"{page.rpartition('/')[0]}?{query}"
     # Sorted by a parameter, MLflow lists the runs one below the other; else they are folded under the sweep.
     everything = f"{experiment}&orderByKey=params.%60accum_steps%60&orderByAsc=true"
-    folded, listed = browser.look(experiment, site.parent_name), browser.look(everything, *site.runs)
+    folded, listed = browser.look(experiment, site.parent_name), browser.look(everything, site.parent_name, *site.runs)
     assert site.parent_name in folded.texts
     assert not site.runs.keys() & set(folded.texts)
     assert {site.parent_name, *site.runs} <= set(listed.texts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 # What an address can hold: a token, or a user with a password, before its host; or a password among its parameters.
 BEFORE_HOST = re.compile(
-    r"(https?:/{0,2})\S*@|([a-z][\w+.-]*:?/{1,2})[^\s:]*:\S*@|()[^\s=:\[\]'\"]*:[^\s=\[\]'\"]*@", re.I
+    r"(https?:/{0,2})\S*@|([a-z][\w+.-]*:?/{1,2})[^\s:]*:\S*@|()[^\s=:\[\]'\"]*:(?!/)[^\s=\[\]'\"]*@", re.I
 )
 PARAMETER = re.compile(r"\b(\w*(?:password|passwd|secret)|pwd|token|access_token)=[^&\s;,'\"]+", re.I)
 
