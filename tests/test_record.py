@@ -31,7 +31,7 @@ def a_record(**more: object) -> Record:
 
 
 def a_sweep(sweep_id: str, created_at: str) -> SweepRecord:
-    return SweepRecord(sweep_id, created_at, ["lr=1,2"], [["lr=1"], ["lr=2"]], ["lr=1", "lr=2"])
+    return SweepRecord(sweep_id, created_at, ["lr=1,2"], [["lr=1"], ["lr=2"]], ["lr=1", "lr=2"], "lr=1,2")
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:

@@ -64,13 +64,15 @@ def test_the_default_store_is_the_one_plain_mlflow_ui_shows(project: Path) -> No
 
 def test_a_sweep_is_one_parent_with_its_runs_under_it(project: Path, client: MlflowClient, runs: list[Run]) -> None:
     ((_, sweep),) = sweeps(project / "runs")
-    parent = by_name(runs, f"sweep {sweep.sweep_id}")
+    parent = by_name(runs, "accum_steps=1,2 device=cpu,cuda:99")
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert [run.info.run_name for run in children] == sweep.names
     assert parent.info.status == "FAILED", "two of its runs failed"
     assert parent.data.tags["accum_sweep.sweep_id"] == sweep.sweep_id
+    assert parent.data.metrics == {"runs": 4, "runs_finished": 2}
+    assert parent.data.tags["mlflow.source.name"].endswith("-m accum_steps=1,2 device=cpu,cuda:99 steps=3")
     note = parent.data.tags["mlflow.note.content"]
-    assert "| accum_steps |" in note
+    assert note.startswith("| accum_steps |"), "what is below the first lines is folded away"
     assert "device=cuda:99 is not there" in note
     assert len(artifacts(client, parent)["summary.csv"].read_text().splitlines()) == 1 + 4
     assert len(runs) == 1 + 4 + 1
@@ -130,6 +132,7 @@ def test_tags_say_what_the_run_was_and_what_became_of_it(project: Path, runs: li
         assert tags["accum_sweep.run_key"] == record.run_key
         assert tags["accum_sweep.status"] == record.status
         assert tags.get("accum_sweep.reason") == record.reason
+        assert (record.reason or "") in tags.get("mlflow.note.content", "")
         assert tags["accum_sweep.torch"] == record.environment["torch"]
         assert run.info.status == ("FINISHED" if record.status == "finished" else "FAILED")
         if record.status == "finished":

@@ -62,24 +62,24 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    problem: SerializeAsAny[ProblemParams]
-    optimizer: dict[str, Any] = _setting(
-        "must hold the name of a class in torch.optim and its arguments", "{name: SGD}"
-    )
-    lr: Real = _setting("must be a finite number, 0 or more", 0.1, ge=0, allow_inf_nan=False)
-    normalization: Literal["sum", "mean", "items"] = _setting("must be sum, mean or items", "items")
     accum_steps: Whole | None = _setting("must be a whole number, 1 or more", 4, ge=1, le=LARGEST)
     micro_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 16, ge=1, le=LARGEST)
     effective_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 64, ge=1, le=LARGEST)
+    lr: Real = _setting("must be a finite number, 0 or more", 0.1, ge=0, allow_inf_nan=False)
+    seed: Whole = _setting("must be a whole number from 0 to 2**64 - 1", 0, ge=0, lt=2**64)
+    normalization: Literal["sum", "mean", "items"] = _setting("must be sum, mean or items", "items")
     steps: Whole | None = _setting("must be a whole number, 1 or more", 100, ge=1, le=LARGEST)
     epochs: Whole | None = _setting("must be a whole number, 1 or more", 5, ge=1, le=LARGEST)
     last_window: Literal["flush", "drop"] = _setting("must be flush or drop", "flush")
-    seed: Whole = _setting("must be a whole number from 0 to 2**64 - 1", 0, ge=0, lt=2**64)
     device: str = _setting(
         "must be auto, cpu, cuda, cuda:N or mps", "auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$"
     )
     precision: Literal["fp32", "fp64"] = _setting("must be fp32 or fp64", "fp32")
     save_weights: bool = _setting("must be true or false", "true")
+    problem: SerializeAsAny[ProblemParams]
+    optimizer: dict[str, Any] = _setting(
+        "must hold the name of a class in torch.optim and its arguments", "{name: SGD}"
+    )
     tracking: Tracking = _setting("must hold backend, uri and experiment", "{backend: none, uri: null, experiment: x}")
     sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}")
 

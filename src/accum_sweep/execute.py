@@ -56,6 +56,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     except (Exception, SystemExit) as error:  # a problem's code may raise what it likes, and call exit()
         status, reason = "oom" if _out_of_memory(error) else "failed", f"{type(error).__name__}: {error}"
         log.exception("%s: %s", identity.name, status)
+    ended = datetime.now(UTC)
     if status != "finished":
         _free_memory(device)  # here, not in the except block: until that is left, the traceback holds the tensors
     series = _series(training)
@@ -69,7 +70,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         status=status,
         reason=plain(reason),
         started_at=started.isoformat(),
-        ended_at=datetime.now(UTC).isoformat(),
+        ended_at=ended.isoformat(),
         overrides=identity.overrides,
         config=config.model_dump(mode="json"),
         environment=environment.describe()

@@ -72,6 +72,7 @@ class SweepRecord:
     overrides: list[str]  # what the user typed
     jobs: list[list[str]]  # the overrides of each job, by its number
     names: list[str]  # what differs between them
+    name: str  # what is swept
     parent_run_id: str | None = None  # the MLflow run that the sweep's runs hang under
     ended_at: str | None = None
     version: int = VERSION

@@ -80,7 +80,8 @@ def _aligned(comparison: Comparison) -> str:
 def _markdown(comparison: Comparison) -> str:
     header, *lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in cells(comparison))
     table = [header, ["---:"] * len(header), *lines]
-    return "\n".join([*_caption(comparison, wrap=False), "", *(f"| {' | '.join(line)} |" for line in table)])
+    # The table first: MLflow folds a description after its first lines.
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *_caption(comparison, wrap=False)])
 
 
 def _caption(comparison: Comparison, wrap: bool) -> list[str]:
@@ -125,7 +126,7 @@ def _times(value: float) -> str:
 
 
 def _points(value: float) -> str:
-    return f"{100 * value:+.2f} points"
+    return "0" if value == 0 else f"{100 * value:+.2f}"
 
 
 def _percent(value: float) -> str:
@@ -169,7 +170,7 @@ def _count(runs: int, finished: int) -> str:
 
 def _plain(value: Any) -> str:
     """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) >= 1 else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and 1 <= abs(value) < 1e15 else str(value)
 
 
 def _missing(value: Any) -> bool:

@@ -57,7 +57,8 @@ def sweep(
     tracker = open_tracker(jobs[0].config.tracking)
     created = datetime.now(UTC).isoformat()
     names = [job.name for job in jobs]
-    plan = SweepRecord(folder.name, created, list(arguments), [job.overrides for job in jobs], names)
+    swept = " ".join(text for text in [*params, *arguments] if text not in jobs[0].overrides) or names[0]
+    plan = SweepRecord(folder.name, created, list(arguments), [job.overrides for job in jobs], names, swept)
     folder.mkdir(parents=True, exist_ok=True)
     write(plan, folder)
     if tracker is not None:
@@ -181,7 +182,8 @@ def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short:
         status: Status = cut_short or ("failed" if unfinished else "finished")
         with tolerated(f"sweep {plan.sweep_id}"):
             note = report.markdown(tables)
-            tracker.end_sweep(plan.parent_run_id, status, note, [folder / TABLE_FILE], plan.ended_at or "")
+            counts = {"runs": len(plan.jobs), "runs_finished": len(plan.jobs) - unfinished}
+            tracker.end_sweep(plan, status, note, counts, folder / TABLE_FILE)
             look = tracker.how_to_look(plan.parent_run_id)
     print(report.text(tables))
     log.info("%s", "\n".join(filter(None, [f"records: {os.path.relpath(folder)}", look])))

@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
+from accum_sweep import environment
 from accum_sweep.config import Tracking, flatten
 from accum_sweep.errors import ConfigError, Fault, without_secrets
 from accum_sweep.record import Record, Status, SweepRecord
@@ -51,16 +52,26 @@ class Tracker:
 
     def start_sweep(self, sweep: SweepRecord) -> str:
         """Create the parent run of a sweep and return its MLflow run id."""
-        tags = {"accum_sweep.sweep_id": sweep.sweep_id, "accum_sweep.command": _cut(" ".join(sweep.overrides))}
-        return self._create_run(f"sweep {sweep.sweep_id}", tags, sweep.created_at)
+        tags = {
+            "accum_sweep.sweep_id": sweep.sweep_id,
+            "mlflow.source.name": _cut(shlex.join(["python", "-m", "accum_sweep", "-m", *sweep.overrides])),
+            "mlflow.source.type": "LOCAL",
+            "mlflow.source.git.commit": environment.describe()["git_commit"],
+        }
+        return self._create_run(sweep.name, tags, sweep.created_at)
 
-    def end_sweep(self, parent_run_id: str, status: Status, note: str, artifacts: list[Path], ended_at: str) -> None:
+    def end_sweep(self, sweep: SweepRecord, status: Status, note: str, counts: dict[str, int], table: Path) -> None:
         """Close the parent run; `note` is Markdown and becomes its description."""
-        with self._ending(parent_run_id, status, ended_at):
-            self._client.set_tag(parent_run_id, "mlflow.note.content", _cut_lines(note))
-            self._client.set_tag(parent_run_id, "accum_sweep.status", status)
-            for path in artifacts:
-                self._client.log_artifact(parent_run_id, str(path))
+        from mlflow.entities import Metric
+
+        run_id, ended_at = sweep.parent_run_id or "", sweep.ended_at or ""
+        with self._ending(run_id, status, ended_at):
+            link = f"\n\n[Compare the runs in charts]({self._charts(run_id)})"
+            self._client.set_tag(run_id, "mlflow.note.content", _cut_lines(note, LONGEST_TAG - len(link)) + link)
+            self._client.set_tag(run_id, "accum_sweep.status", status)
+            metrics = [Metric(key, count, _milliseconds(ended_at), 0) for key, count in counts.items()]
+            self._client.log_batch(run_id, metrics=metrics)
+            self._client.log_artifact(run_id, str(table))
 
     def log_run(self, record: Record, folder: Path, parent_run_id: str | None = None) -> str:
         """Copy a record, and every file of its folder, into a run of its own; return the MLflow run id."""
@@ -89,6 +100,17 @@ class Tracker:
             command += f" --backend-store-uri {uri}"
         return f"in MLflow: {command}   then open http://127.0.0.1:5000/{page}"
 
+    def _charts(self, parent_run_id: str) -> str:
+        """Return the page, relative to any of MLflow's, with the curves of a sweep's runs laid over each other."""
+        query = {
+            "workflowType": "machine_learning",
+            "searchFilter": f"tags.mlflow.parentRunId = '{parent_run_id}'",
+            "compareRunsMode": "CHART",
+            "orderByKey": "params.`accum_steps`",  # sorted otherwise, they fold under their parent
+            "orderByAsc": "true",
+        }
+        return f"#/experiments/{self._experiment_id}/runs?{urlencode(query, quote_via=quote)}"
+
     @contextlib.contextmanager
     def _ending(self, run_id: str, status: Status, ended_at: str) -> Iterator[None]:
         """End the run in MLflow whatever becomes of what is logged to it: none stays RUNNING for ever."""
@@ -97,8 +119,9 @@ class Tracker:
         finally:
             self._client.set_terminated(run_id, ENDED.get(status, "FAILED"), _milliseconds(ended_at))
 
-    def _create_run(self, name: str, tags: dict[str, str], started_at: str) -> str:
-        run = self._client.create_run(self._experiment_id, _milliseconds(started_at), tags, name)
+    def _create_run(self, name: str, tags: dict[str, Any], started_at: str) -> str:
+        given = {key: _cut(_as_text(value)) for key, value in tags.items() if value is not None}
+        run = self._client.create_run(self._experiment_id, _milliseconds(started_at), given, name)
         return str(run.info.run_id)
 
 
@@ -246,10 +269,12 @@ def _unreachable(uri: str) -> str | None:
         return str(error)
 
 
-def _tags(record: Record, parent_run_id: str | None) -> dict[str, str]:
-    tags: dict[str, Any] = {
+def _tags(record: Record, parent_run_id: str | None) -> dict[str, Any]:
+    return {
         "mlflow.parentRunId": parent_run_id,
-        "mlflow.source.name": "accum_sweep",
+        "mlflow.note.content": record.reason and f"**{record.status}**: {record.reason}",
+        "mlflow.source.name": shlex.join(["python", "-m", "accum_sweep", *record.overrides]),
+        "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": record.environment.get("git_commit"),
         "accum_sweep.sweep_id": record.sweep_id,
         "accum_sweep.run_id": record.run_id,
@@ -259,7 +284,6 @@ def _tags(record: Record, parent_run_id: str | None) -> dict[str, str]:
         **{f"accum_sweep.{key}": value for key, value in record.environment.items()},
         **{key: value for key, value in record.result.items() if key in ("initial_weight", "final_weight")},
     }
-    return {key: _cut(_as_text(value)) for key, value in tags.items() if value is not None}
 
 
 def _metrics(record: Record) -> Iterator["Metric"]:
@@ -288,12 +312,12 @@ def _milliseconds(iso: str) -> int:
     return int(datetime.fromisoformat(iso).timestamp() * 1000)
 
 
-def _cut_lines(text: str) -> str:
-    """Return as many whole lines of `text` as MLflow keeps of a description."""
-    if len(text) <= LONGEST_TAG:
+def _cut_lines(text: str, longest: int) -> str:
+    """Return as many whole lines of `text` as fit."""
+    if len(text) <= longest:
         return text
     note = "\n\n(too long for this page; summary.csv has all of it)"
-    return text[: LONGEST_TAG - len(note)].rpartition("\n")[0] + note
+    return text[: longest - len(note)].rpartition("\n")[0] + note
 
 
 def _first_line(error: Exception) -> str:
