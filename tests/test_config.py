@@ -106,7 +106,7 @@ def test_edges_that_are_valid(word: str) -> None:
         (["optimizer.name=LBFGS", "~optimizer.weight_decay"], ["optimizer"]),
         (["tracking.uri='postgresql://host/db?user=me&password=secret'"], ["tracking.uri"]),
         (["epochs=1", "last_window=drop", "accum_steps=5"], ["last_window"]),
-        (["lr=-1", "accum_steps=0", "seed=x", "steps=1", "epochs=1"], ["lr", "accum_steps", "seed"]),
+        (["lr=-1", "accum_steps=0", "seed=x", "steps=1", "epochs=1"], ["lr", "accum_steps", "seed", "steps"]),
         ([DIGITS, "lr=-1", "effective_batch_size=64", "accum_steps=3"], ["lr", "effective_batch_size"]),
         (["+spede=3"], ["spede"]),
         (["acum_steps=3", "lrr=2", "lr=-1"], ["acum_steps", "lrr", "lr"]),

@@ -13,9 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 from accum_sweep.problems import ProblemParams, params_class
+from accum_sweep.sizes import SIZES, Sizes, check_last_window, derive_length, derive_sizes
 
 LARGEST = 10**12  # of what is counted: beyond it, somebody slipped on a key
-SIZES = ("accum_steps", "micro_batch_size", "effective_batch_size")
 
 
 def _no_bool(value: object) -> object:
@@ -143,13 +143,9 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
         bad |= {str(fault["loc"][0]) for fault in error.errors()}
         # The rules between settings are checked on what is sound, so that all faults are told at once.
         config = Config.model_validate(STAND_INS | {key: value for key, value in raw.items() if key not in bad})
-    if not bad & {*SIZES, "problem"}:
-        config, size_faults = _with_sizes(config)
-        faults += size_faults
-        bad |= set(SIZES) if size_faults else set()
-    if not bad & {*SIZES, "problem", "steps", "epochs", "last_window"}:
-        config, length_faults = _with_length(config)
-        faults += length_faults
+    if "problem" not in bad:
+        config, more = _with_derived(config, bad)
+        faults += more
     if config.device == "mps" and config.precision == "fp64":
         faults.append(Fault("precision", "fp64", "device=mps has no float64", "use precision=fp32 or device=cpu"))
     if "tracking" not in bad:
@@ -211,70 +207,25 @@ def _field(model: type[BaseModel], where: list[str]) -> Any:
     return field
 
 
-def _with_sizes(config: Config) -> tuple[Config, list[Fault]]:
-    """Derive the size that is not given; sizes nobody gives come from the problem."""
-    problem = config.problem
-    accum, micro, effective = config.accum_steps, config.micro_batch_size, config.effective_batch_size
-    if effective is not None and micro is not None:
-        if accum is not None and accum * micro != effective:
-            given = f"{accum} with micro_batch_size={micro} and effective_batch_size={effective}"
-            rule = f"{accum} x {micro} is {accum * micro}, not {effective}"
-            return config, [Fault("accum_steps", given, rule, "give any two of the three, the third follows")]
-        accum, rest = divmod(effective, micro)
-        if rest:
-            given = f"{effective} with micro_batch_size={micro}"
-            lower, upper = accum * micro, (accum + 1) * micro
-            remedy = (
-                f"the nearest that is one is {upper if not lower or upper - effective < effective - lower else lower}"
-            )
-            rule = "effective_batch_size must be a multiple of micro_batch_size"
-            return config, [Fault("effective_batch_size", given, rule, remedy)]
-    elif effective is not None:
-        accum = accum or problem.default_accum_steps
-        micro, rest = divmod(effective, accum)
-        if rest:
-            given = f"{effective} with accum_steps={accum}"
-            rule = "effective_batch_size must be a multiple of accum_steps"
-            remedy = f"the nearest that is one is {max(1, round(effective / accum)) * accum}"
-            return config, [Fault("effective_batch_size", given, rule, remedy)]
-    else:
-        accum = accum or problem.default_accum_steps
-        micro = micro or problem.default_micro_batch_size
-        written = set(problem.written_micro_batch_sizes or ())
-        if micro is None and not written:
-            remedy = "give micro_batch_size or effective_batch_size"
-            return config, [Fault("micro_batch_size", None, f"problem {problem.name} has no size of its own", remedy)]
-        if micro is None and len(written) == 1:
-            (micro,) = written
-        effective = accum * micro if micro is not None else None
-    if micro is not None and micro > problem.train_samples:
-        rule = f"is more than the {problem.train_samples} training samples of problem {problem.name}"
-        sizes = f"{micro} (from effective_batch_size={effective} and accum_steps={accum})"
-        derived = config.micro_batch_size is None
-        remedy = "raise accum_steps or lower effective_batch_size" if derived else "lower it"
-        return config, [Fault("micro_batch_size", sizes if derived else micro, rule, remedy)]
-    return config.model_copy(update=dict(zip(SIZES, (accum, micro, effective), strict=True))), []
-
-
-def _with_length(config: Config) -> tuple[Config, list[Fault]]:
-    """Settle how long the run is: steps or epochs, by the config or else by the problem."""
-    if config.steps is not None and config.epochs is not None:
-        given = f"{config.steps} with epochs={config.epochs}"
-        return config, [Fault("steps", given, "steps and epochs exclude each other", "give one of them")]
-    problem = config.problem
-    if config.steps is None and config.epochs is None:
-        length = {"epochs": problem.default_epochs} if problem.default_epochs else {"steps": problem.default_steps or 1}
-        config = config.model_copy(update=length)
-    written = problem.written_micro_batch_sizes or ()
-    short = (
-        config.effective_batch_size > problem.train_samples
-        if config.effective_batch_size is not None
-        else (config.accum_steps or 0) > len(written)
-    )
-    if config.epochs is not None and config.last_window == "drop" and short:
-        rule = f"an epoch of {problem.train_samples} samples holds no full window, so there would be no step"
-        return config, [Fault("last_window", "drop", rule, "use last_window=flush, or a smaller window")]
-    return config, []
+def _with_derived(config: Config, bad: set[str]) -> tuple[Config, list[Fault]]:
+    """Fill in sizes and length where what they follow from is sound; return the faults found on the way."""
+    problem, faults = config.problem, list[Fault]()
+    sizes: Sizes | None = None
+    if not bad & set(SIZES):
+        try:
+            sizes = derive_sizes(config.accum_steps, config.micro_batch_size, config.effective_batch_size, problem)
+            config = config.model_copy(update=dict(zip(SIZES, sizes, strict=True)))
+        except ConfigError as error:
+            faults += error.faults
+    if not bad & {"steps", "epochs"}:
+        try:
+            steps, epochs = derive_length(config.steps, config.epochs, problem)
+            config = config.model_copy(update={"steps": steps, "epochs": epochs})
+            if sizes is not None:
+                check_last_window(config.last_window, epochs, sizes, problem)
+        except ConfigError as error:
+            faults += error.faults
+    return config, faults
 
 
 def _secret_faults(tracking: Tracking) -> list[Fault]:

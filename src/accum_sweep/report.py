@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from accum_sweep.config import SIZES
 from accum_sweep.record import write_atomically
+from accum_sweep.sizes import SIZES
 from accum_sweep.summary import Comparison
 
 KINDS = {

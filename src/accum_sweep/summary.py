@@ -12,8 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from accum_sweep.config import SIZES, Config, flatten
+from accum_sweep.config import Config, flatten
 from accum_sweep.record import Record
+from accum_sweep.sizes import SIZES
 
 IDENTITY = ["sweep_id", "job_num", "run_id", "run_key", "name", "status", "reason", "started_at", "ended_at"]
 # Config keys that do not make a setting: who asked for it, where it is kept, what it is derived from.

@@ -12,17 +12,13 @@ import math
 import os
 import re
 import shlex
-import socket
-import sqlite3
-import tempfile
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote, urlencode
 
-from accum_sweep import environment
+from accum_sweep import environment, store
 from accum_sweep.config import Tracking, flatten
 from accum_sweep.errors import ConfigError, Fault, without_secrets
 from accum_sweep.record import Record, Status, SweepRecord
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_URI = "sqlite:///mlflow.db"  # what plain `mlflow ui` shows
 ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED"}  # all others: FAILED
 METRICS_AT_ONCE = 1000  # that is what MLflow takes
 PARAMS_AT_ONCE = 100
@@ -44,10 +39,13 @@ LONGEST_TAG = 8000  # of a run's description
 class Tracker:
     """An open experiment in one MLflow store."""
 
-    def __init__(self, client: "MlflowClient", uri: str, experiment_id: str, from_environment: bool) -> None:
+    def __init__(
+        self, client: "MlflowClient", uri: str, experiment_id: str, server: bool, from_environment: bool
+    ) -> None:
         self._client = client
         self._uri = uri
         self._experiment_id = experiment_id
+        self._server = server
         self._from_environment = from_environment
 
     def start_sweep(self, sweep: SweepRecord) -> str:
@@ -91,10 +89,10 @@ class Tracker:
     def how_to_look(self, run_id: str) -> str:
         """Return the command and the address that lead to a run's page."""
         page = f"#/experiments/{self._experiment_id}/runs/{run_id}?workflowType=machine_learning"
-        if _scheme(self._uri) in ("http", "https"):
+        if self._server:
             return f"in MLflow: {without_secrets(self._uri).rstrip('/')}/{page}"
         command = "mlflow ui"
-        if self._uri != DEFAULT_URI:
+        if self._uri != store.DEFAULT_URI:
             # Never the URI from the environment itself: it is where a password is.
             uri = '"$MLFLOW_TRACKING_URI"' if self._from_environment else shlex.quote(self._uri)
             command += f" --backend-store-uri {uri}"
@@ -134,19 +132,16 @@ def open_tracker(settings: Tracking) -> Tracker | None:
     if settings.backend == "none":
         return None
     from_environment = settings.uri is None and "MLFLOW_TRACKING_URI" in os.environ
-    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or store.DEFAULT_URI
     key = "MLFLOW_TRACKING_URI" if from_environment else "tracking.uri"
-    scheme = _scheme(uri)
-    if scheme not in ("sqlite", "postgresql", "mysql", "mssql", "http", "https"):
-        remedy = f"for example {DEFAULT_URI}, postgresql://..., or http://host:5000"
-        raise ConfigError([Fault(key, uri, "must be a database or a tracking server", remedy)])
+    scheme = store.scheme(uri, key)
     if scheme == "sqlite":
-        _prepare_sqlite(uri, key)
-    elif scheme in ("http", "https") and (trouble := _unreachable(uri)):
+        store.prepare_sqlite(uri, key, _create_tables)
+    elif scheme in store.SERVERS and (trouble := store.unreachable(uri)):
         _warn_away(uri, trouble)
         return None
     try:
-        return _open(uri, settings.experiment, from_environment)
+        return _open(uri, scheme in store.SERVERS, settings.experiment, from_environment)
     except ConfigError:
         raise
     except ImportError as error:
@@ -173,17 +168,7 @@ def _warn_away(uri: str, trouble: str) -> None:
     log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_secrets(uri), trouble)
 
 
-def _scheme(uri: str) -> str:
-    """Return what the address begins with, without the name of a driver; nothing where it cannot be read."""
-    try:
-        parts = urlsplit(uri)
-        _ = parts.port
-    except ValueError:
-        return ""
-    return parts.scheme.partition("+")[0]
-
-
-def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
+def _open(uri: str, server: bool, experiment: str, from_environment: bool) -> Tracker:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # by default a lost server costs minutes a run
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -193,11 +178,10 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
     if found is None:
         # Not MLflow's default experiment: if `mlflow ui` made that one, its artifacts can only be written through the
         # server. A server gives its own location; beside a database, ours is absolute.
-        local = _scheme(uri) not in ("http", "https")
         folder = re.sub(r"[^\w -]", "_", experiment)  # a name may hold slashes and dots; it is no path
-        location = (Path.cwd() / "mlruns" / folder).as_uri() if local else None
+        location = (Path.cwd() / "mlruns" / folder).as_uri() if not server else None
         try:
-            return Tracker(client, uri, client.create_experiment(experiment, location), from_environment)
+            return Tracker(client, uri, client.create_experiment(experiment, location), server, from_environment)
         except MlflowException:  # another process was faster
             found = client.get_experiment_by_name(experiment)
             if found is None:
@@ -205,68 +189,16 @@ def _open(uri: str, experiment: str, from_environment: bool) -> Tracker:
     if found.lifecycle_stage != "active":
         remedy = "restore it in MLflow, or choose another name"
         raise ConfigError([Fault("tracking.experiment", experiment, "was deleted", remedy)])
-    return Tracker(client, uri, found.experiment_id, from_environment)
+    return Tracker(client, uri, found.experiment_id, server, from_environment)
 
 
-def _prepare_sqlite(uri: str, key: str) -> None:
-    """Make sure that the database file is there and can be written, at once: MLflow itself retries for minutes."""
-    from sqlalchemy.engine import make_url
+def _create_tables(uri: str) -> None:
+    for noisy in ("mlflow.store.db.utils", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    database = make_url(uri).database
-    if not uri.startswith("sqlite:///") or not database or database.startswith((":memory:", "file:")):
-        raise ConfigError([Fault(key, uri, "must name a file", f"for example {DEFAULT_URI}")])
-    path = Path(database)
-    remedy = "choose a file in a folder that you may write to"
-    try:
-        if not path.exists():
-            _create_database(path)
-        elif not path.is_file():
-            raise ConfigError([Fault(key, uri, "is no file", remedy)])
-        with contextlib.closing(sqlite3.connect(path, timeout=20)) as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            connection.execute("CREATE TABLE accum_sweep_probe (x)")
-            connection.rollback()
-    except sqlite3.DatabaseError as error:
-        if "locked" not in str(error):  # locked is busy, and MLflow waits for its turn
-            raise ConfigError([Fault(key, uri, f"cannot be written ({error})", remedy)]) from error
-    except OSError as error:
-        raise ConfigError([Fault(key, uri, f"cannot be written ({error.strerror})", remedy)]) from error
-
-
-def _create_database(path: Path) -> None:
-    """Create MLflow's tables in a temporary file and link it into place: of several at once, one wins, whole."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(2, f"there is no folder {path.parent}")
-    for left in path.parent.glob(f".{path.name}.*"):  # by a process that was killed here
-        if time.time() - left.stat().st_mtime > 3600:
-            left.unlink(missing_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = path.with_name(Path(name).name)  # as the user wrote it: an absolute path may hold %, ? and #
-    try:
-        for noisy in ("mlflow.store.db.utils", "alembic"):
-            logging.getLogger(noisy).setLevel(logging.WARNING)
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-        artifacts = (Path.cwd() / "mlruns").as_uri()
-        store = SqlAlchemyStore(f"sqlite:///{temporary}", artifacts)  # type: ignore[no-untyped-call]
-        store.engine.dispose()
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        for left in path.parent.glob(f"{temporary.name}*"):
-            left.unlink(missing_ok=True)
-
-
-def _unreachable(uri: str) -> str | None:
-    """Say why a server does not answer; None if it does."""
-    parts = urlsplit(uri)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    try:
-        with socket.create_connection((parts.hostname or "", port), timeout=5):
-            return None
-    except (OSError, UnicodeError) as error:  # a name that is none is a UnicodeError
-        return str(error)
+    opened = SqlAlchemyStore(uri, (Path.cwd() / "mlruns").as_uri())  # type: ignore[no-untyped-call]
+    opened.engine.dispose()
 
 
 def _tags(record: Record, parent_run_id: str | None) -> dict[str, Any]:
