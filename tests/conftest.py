@@ -23,6 +23,7 @@ def _own_environment() -> None:
     for name in FOREIGN:
         os.environ.pop(name, None)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # tests reach no network
+    os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for each other crawl on a busy machine
 
 
 @pytest.fixture(autouse=True)

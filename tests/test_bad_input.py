@@ -35,6 +35,8 @@ def written(folder: Path) -> list[str]:
         (["seed=18446744073709551616"], ["seed=18446744073709551616", "2**64 - 1"]),
         (["--config-dir", "no/such/folder"], ["no/such/folder", "not found"]),
         (["lr=[1"], ["lr=[1", "key=value"]),
+        (["accum_steps=1,2"], ["accum_steps=1,2", "add -m"]),
+        (["lrate=1"], ["lrate=1", "did you mean lr?"]),
         (["sumary"], ["sumary", "did you mean summary?"]),
         (["lr=-1", "accum_steps=0", "spede=3"], ["lr=-1", "accum_steps=0", "spede=3"]),
         (["-m", "accum_steps=0,1,2", "lr=0.1,-1"], ["accum_steps=0", "lr=-1"]),

@@ -40,7 +40,8 @@ def test_the_textbook_takes_its_mini_batches_as_written() -> None:
     uneven = "problem.batches=[{x:[[1,1]],y:[1]},{x:[[1,2],[2,1]],y:[1,2]}]"
     assert sizes(uneven, "accum_steps=2") == (2, None, None)
     assert checked(uneven).micro_batch_sizes == (1, 2)
-    assert sizes(uneven, "micro_batch_size=1") == (4, 1, 4)
+    assert sizes(uneven) == (2, None, None), "as many as there are mini-batches"
+    assert sizes(uneven, "micro_batch_size=1") == (2, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_every_setting_is_set_against_accum_steps_1_seed_by_seed() -> None:
     row = comparison.rows.set_index("accum_steps").loc[4]
     assert row["last_loss_vs_baseline"] == pytest.approx(((1.5 - 1.0) + (3.1 - 3.0)) / 2)
     assert row["peak_allocated_bytes_vs_baseline"] == pytest.approx(0.4)
-    assert row["samples_per_second_vs_baseline"] == pytest.approx((50 / 100 + 90 / 300) / 2)
+    assert row["samples_per_second_vs_baseline"] == pytest.approx(math.sqrt(50 / 100 * 90 / 300))
     # Means first, then the ratio, would be another number: the pairing is in it.
     assert row["samples_per_second_vs_baseline"] != pytest.approx((50 + 90) / (100 + 300))
 

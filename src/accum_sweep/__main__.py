@@ -1,6 +1,7 @@
 """The front door: a verb, or else a run or multirun of Hydra's."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -11,17 +12,10 @@ from accum_sweep.verbs import VERBS
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0 done, 1 runs failed, 2 bad input, 130 stopped by the user."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of a scheduler or `timeout`: ends as Ctrl-C does
     try:
-        if arguments and arguments[0] in VERBS:
-            return VERBS[arguments[0]](arguments[1:])
-        if arguments == ["--version"]:
-            from accum_sweep.environment import versions
-
-            print(" ".join(f"{package} {number}" for package, number in versions().items()))
-            return 0
-        from accum_sweep.app import main as hydra_main
-
-        hydra_main(arguments)
+        _run(arguments)
+        sys.stdout.flush()  # here, where a reader that has gone is understood
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -38,6 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] in VERBS:
+        VERBS[arguments[0]](arguments[1:])
+    elif arguments == ["--version"]:
+        from accum_sweep.environment import versions
+
+        print(" ".join(f"{package} {number}" for package, number in versions().items()))
+    else:
+        from accum_sweep.app import main as hydra_main
+
+        hydra_main(arguments)
 
 
 if __name__ == "__main__":

@@ -190,5 +190,6 @@ def _execute(config: Config, folder: Path, identity: Identity, parent: str | Non
         with tolerated(f"run {record.run_id}"):
             look = tracker.how_to_look(tracker.log_run(record, folder, parent))
     if record.status == "interrupted":
+        log.warning("interrupted; what there is stands in %s/record.json", os.path.relpath(folder))
         raise KeyboardInterrupt
     return record, look

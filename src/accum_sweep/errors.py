@@ -49,7 +49,7 @@ def without_secrets(text: str) -> str:
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """Return "did you mean X?" for the known word closest to `word`, or `otherwise` if none is close."""
     by_end = {name.rpartition(".")[2]: name for name in sorted(known)}  # a shared "problem." is no likeness
-    close = difflib.get_close_matches(word.rpartition(".")[2], by_end, n=1)
+    close = difflib.get_close_matches(word.rpartition(".")[2], by_end, n=1, cutoff=0.55)
     return f"did you mean {by_end[close[0]]}?" if close else otherwise
 
 

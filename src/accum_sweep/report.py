@@ -17,7 +17,7 @@ KINDS = {
     "micro_batch_size": "fixed micro-batch: the effective batch grows with accum_steps",
     "effective_batch_size": "fixed effective batch: the micro-batch shrinks as accum_steps grows",
 }
-LONGEST_CONSTANT = 40  # characters of a setting in the caption; longer ones are told by the record
+LONGEST_CONSTANT = 40  # characters of a setting; longer ones the caption leaves out and the table cuts
 
 
 def text(comparisons: Sequence[Comparison]) -> str:
@@ -51,7 +51,7 @@ def cells(comparison: Comparison) -> list[list[str]]:
     for setting in comparison.settings:
         header = setting.removesuffix(".name").removeprefix("problem.").removeprefix("optimizer.")
         missing = "as written" if setting in SIZES else "-"
-        columns.append((header, [missing if _missing(value) else _plain(value) for value in rows[setting]]))
+        columns.append((header, [missing if _missing(value) else _short(_plain(value)) for value in rows[setting]]))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
         columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
@@ -171,6 +171,10 @@ def _count(runs: int, finished: int) -> str:
 def _plain(value: Any) -> str:
     """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and 1 <= abs(value) < 1e15 else str(value)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST_CONSTANT else f"{text[: LONGEST_CONSTANT - 1]}…"
 
 
 def _missing(value: Any) -> bool:

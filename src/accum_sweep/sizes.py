@@ -14,11 +14,11 @@ def derive_sizes(accum: int | None, micro: int | None, effective: int | None, pr
     """
     given_micro = micro
     if effective is None:
-        accum = accum or problem.default_accum_steps
+        accum = accum or _own_accum_steps(problem)
         micro = micro or _own_size(problem)
         effective = accum * micro if micro is not None else None
     elif micro is None:
-        accum = accum or problem.default_accum_steps
+        accum = accum or _own_accum_steps(problem)
         micro = _quotient(effective, "accum_steps", accum)
     elif accum is None:
         accum = _quotient(effective, "micro_batch_size", micro)
@@ -54,6 +54,10 @@ def check_last_window(last_window: str, epochs: int | None, sizes: Sizes, proble
     if epochs is not None and last_window == "drop" and short:
         rule = f"an epoch of {problem.train_samples} samples holds no full window, so there would be no step"
         raise ConfigError([Fault("last_window", "drop", rule, "use last_window=flush, or a smaller window")])
+
+
+def _own_accum_steps(problem: ProblemParams) -> int:
+    return problem.default_accum_steps or len(problem.written_micro_batch_sizes or ()) or 1
 
 
 def _own_size(problem: ProblemParams) -> int | None:

@@ -6,6 +6,7 @@ Fixed micro-batch and fixed effective batch are different questions and never sh
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,9 @@ class Comparison:
 
     `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
     column for each of `settings`, then `runs`, `finished` and `reason`, and for each metric m in `metrics` the columns
-    m (mean over seeds), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences, ratios or L2
-    distances, seed by seed; NaN where no seed has a baseline). `final_weight` is a list and has no spread.
+    m (mean over seeds), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances,
+    geometric mean of the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` is a list and has no
+    spread.
     """
 
     kind: str
@@ -108,7 +110,9 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
             row[metric] = _mean(done[metric])
             if metric != WEIGHTS:
                 row[f"{metric}_std"] = done[metric].std()
-            row[f"{metric}_vs_baseline"] = done[f"{metric}_vs_baseline"].mean() if kind else math.nan
+            row[f"{metric}_vs_baseline"] = (
+                _typical(done[f"{metric}_vs_baseline"], COMPARED[metric]) if kind else math.nan
+            )
         rows.append(row)
     return Comparison(
         kind, settings, metrics, {k: v for k, v in constant.items() if not _missing(v)}, pd.DataFrame(rows)
@@ -154,6 +158,14 @@ def _distance(value: list[float] | None, base: list[float] | None) -> float:
     return math.dist(value, base) if both else math.nan  # type: ignore[arg-type]
 
 
+def _typical(against: pd.Series, how: str) -> float:
+    """Return the mean over seeds; of ratios the geometric one, for which twice and half even out."""
+    known = [value for value in against.dropna() if how != "ratio" or value > 0]
+    if not known:
+        return math.nan
+    return statistics.geometric_mean(known) if how == "ratio" else statistics.fmean(known)
+
+
 AGAINST: dict[str, Callable[[Any, Any], float]] = {"difference": _difference, "ratio": _ratio, "distance": _distance}
 
 
@@ -174,9 +186,9 @@ def _is_setting(column: str) -> bool:
 
 
 def _told_by_name(runs: pd.DataFrame, key: str) -> bool:
-    """Tell whether `problem.name` or `optimizer.name` differs and says what `key` below it is."""
+    """Tell whether only some of the problems or optimizers compared have `key`, and their name says what it is."""
     name = f"{key.partition('.')[0]}.name"
-    if "." not in key or key == name or _distinct(runs[name]) == 1:
+    if "." not in key or key == name or _distinct(runs[name]) == 1 or runs[key].notna().all():
         return False
     return bool(runs.groupby(name)[key].nunique(dropna=False).max() == 1)
 

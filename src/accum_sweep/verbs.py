@@ -1,4 +1,4 @@
-"""The command line's verbs: what is done with runs once they are there. Each takes arguments, returns an exit code."""
+"""The command line's verbs: what is done with runs once they are there. Each takes its arguments."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from accum_sweep.record import RUNS_FOLDER, Record, SweepRecord, records, sweeps
 START_ONE = "start one: python -m accum_sweep -m accum_steps=1,2,4,8"
 
 
-def summary(arguments: Sequence[str]) -> int:
+def summary(arguments: Sequence[str]) -> None:
     """Print the table of a sweep, and on request all its runs as CSV."""
     parser = argparse.ArgumentParser(
         prog="python -m accum_sweep summary",
@@ -31,7 +31,7 @@ def summary(arguments: Sequence[str]) -> int:
     folder = Path(options.runs)
     if options.list:
         _list(folder)
-        return 0
+        return
     chosen = _choose(options.sweep, folder)
     from accum_sweep import report  # pandas takes half a second that --list and errors do without
     from accum_sweep.summary import compare, to_frame
@@ -48,10 +48,9 @@ def summary(arguments: Sequence[str]) -> int:
             ) from error
     if options.csv != "-":
         print(report.text(compare(frame)))
-    return 0
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"summary": summary}
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {"summary": summary}
 
 
 def _list(folder: Path) -> None:

@@ -35,8 +35,10 @@ class ProblemParams(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="the module that holds the problem")
-    default_accum_steps: int = Field(
-        default=1, ge=1, description="accum_steps where neither it nor two other sizes are given"
+    default_accum_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="accum_steps where it does not follow; null: the written mini-batches, else 1",
     )
     default_micro_batch_size: int | None = Field(
         default=None, ge=1, description="micro_batch_size where no size gives it"
