@@ -49,7 +49,7 @@ def explain(error: Exception, overrides: Sequence[str], config_dir: str | None =
     """
     faults: list[Fault] = []
     swept = [text for text, parsed in _parsed(overrides) if parsed.is_sweep_override()]
-    if swept and "requires --multirun" in str(error):
+    if swept and "--multirun" in str(error):
         return UserError(f"{' '.join(swept)}: several values are a sweep; add -m")
     remaining = [text for text in overrides if text not in swept]
     if config_dir:
