@@ -2,8 +2,9 @@
 
 import pytest
 
+from accum_sweep.check import check
 from accum_sweep.compose import compose
-from accum_sweep.config import Config, check, flatten, run_key
+from accum_sweep.config import Config, flatten, run_key
 from accum_sweep.errors import ConfigError, nearest
 
 DIGITS = "problem=digits_mlp"

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from accum_sweep import report
+from accum_sweep.check import check
 from accum_sweep.compose import compose
-from accum_sweep.config import check
 from accum_sweep.record import Record, Status
 from accum_sweep.summary import compare, to_frame, varying
 

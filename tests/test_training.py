@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import accum_sweep
 from accum_sweep import training
+from accum_sweep.check import check
 from accum_sweep.compose import compose
-from accum_sweep.config import check
 from accum_sweep.errors import UserError
 from accum_sweep.execute import execute
 from accum_sweep.history import History, Scalars

@@ -1,98 +1,144 @@
-"""The heart: one window of micro-batches becomes one gradient, one gradient becomes one optimizer step.
+"""The heart: one window of micro-batches becomes one gradient.
 
-torch only: no config, no clock, no tracker. The gradient the optimizer sees is, for micro-batches i = 1..k with n_i
-items and mean loss l_i each,
+torch only: no config, no clock, no tracker. The gradient is, for micro-batches i = 1..k with n_i items and mean loss
+l_i each,
 
     sum     grad l_1 + ... + grad l_k                                  the textbook loop: nothing is divided
     mean    (grad l_1 + ... + grad l_k) / k                            a mean of means
     items   (n_1 grad l_1 + ... + n_k grad l_k) / (n_1 + ... + n_k)    the full batch's gradient, always
 
-where k and n_i are what was really there, also in a short last window.
+where k and n_i are what was really there, on all ranks: in a short last window too, without what holds no item.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-Loss = Callable[[nn.Module, Any], tuple[Tensor, int]]  # (model, batch) -> (loss summed over items, number of items)
+from accum_sweep import ranks
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor]]
+"""(model, batch) -> (loss summed over the batch's items, number of items)."""
+
 Normalization = Literal["sum", "mean", "items"]
 
 
 @dataclass(frozen=True)
 class Window:
-    """What one window computed. Nothing here waits for the device."""
+    """What one window computed."""
 
-    loss_sums: tuple[Tensor, ...]  # one scalar a micro-batch, detached: its loss summed over its items
-    items: tuple[int, ...]  # one a micro-batch
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step: its window, and the norm of the gradient that the optimizer saw."""
-
-    window: Window
-    grad_norm: Tensor  # scalar, L2 over all parameters
+    loss_sums: tuple[Tensor, ...]  # this rank's, one scalar a micro-batch, detached: its loss summed over its items
+    items: tuple[int, ...]  # this rank's, one a micro-batch
+    total_items: int  # on all ranks
+    total_loss_sum: float | None = None  # on all ranks; None on one rank, where it is the sum of `loss_sums`
 
 
 def accumulate_gradients(
-    model: nn.Module, micro_batches: Sequence[Any], loss: Loss, normalization: Normalization = "items"
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    loss: Loss,
+    *,
+    normalization: Normalization = "items",
+    accumulator: torch.dtype | None = None,
+    scaler: "torch.amp.GradScaler | None" = None,
+    sync_every_micro_batch: bool = False,
 ) -> Window:
     """Run forward and backward on every micro-batch of one window and leave the window's gradient in `.grad`.
 
-    Gradients must be empty (None or zero) before: they are added to and, under `items` with unequal micro-batches,
-    scaled as a whole. Weights do not move. `micro_batches` may make its items as they are asked for; one is held at a
-    time. `loss` is called as `loss(model, micro_batch)` and returns the loss summed over its items, and their number, 1
-    or more. Raises ValueError for an empty window or a micro-batch without items.
+    `micro_batches` holds whatever `loss` understands: tensors, tuples, dictionaries. It may make its items as they are
+    asked for; one is held at a time. `loss` is called as `loss(model, micro_batch)` and returns the loss *summed* over
+    its items, and their number (`accum_sweep.losses` has adapters for mean losses and Hugging Face models). A
+    micro-batch without items counts for nothing; a window without any leaves no gradient, or a zero one on several
+    ranks.
+
+    `accumulator`, such as torch.float32, is the type in which gradients of a lower precision are summed; the sum is
+    rounded to the parameter's type once, at the end. `scaler` scales the gradient for float16; unscale it before use.
+
+    A model wrapped in DistributedDataParallel or `fully_shard` is synchronized once, in the last micro-batch's
+    backward, or in each of them with `sync_every_micro_batch` (FSDP then keeps no unsharded gradients). Every rank
+    needs the same number of micro-batches; give empty ones where a rank has less.
+
+    Weights do not move. Raises ValueError for a window without micro-batches, a negative number of items, ranks with
+    different numbers of micro-batches, and where a parameter holds a gradient already: it would be scaled along.
     """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(parameter.grad is not None for parameter in parameters):
+        raise ValueError("the model holds gradients already; call optimizer.zero_grad() before a window")
+    world = ranks.world_of(model)
+    ranks.check_same(len(micro_batches), model, "micro-batches")
     if not micro_batches:
         raise ValueError("a window needs at least one micro-batch")
-    loss_sums, counts = [], []
-    expected = 0  # items of the window if all micro-batches are as large as the first
-    scale, scale_items = None, 0
-    for micro_batch in micro_batches:
-        loss_sum, items = loss(model, micro_batch)
-        items = int(items)  # a tensor's, if the loss gave one
-        if items < 1:
-            raise ValueError(f"the loss counted {items} items in a micro-batch; it takes at least 1")
-        expected = expected or items * len(micro_batches)
-        if scale is None or items != scale_items:
-            divisor = {"sum": items, "mean": items * len(micro_batches), "items": expected}[normalization]
-            scale, scale_items = torch.full_like(loss_sum, 1 / divisor), items
-        loss_sum.backward(gradient=scale)  # type: ignore[no-untyped-call]
+    micro_steps = len(micro_batches) * world
+    loss_sums, counts = list[Tensor](), list[int]()
+    sums = dict[nn.Parameter, Tensor]()  # with an accumulator
+    expected = 1  # what the weights below divide by: right if every micro-batch is like the first
+    weight, weight_items = None, -1
+    for number, micro_batch in enumerate(micro_batches, start=1):
+        with ranks.synchronizing(model, sync_every_micro_batch or number == len(micro_batches)):
+            loss_sum, items = loss(model, micro_batch)
+            items = _count(items)
+            if number == 1 and normalization != "sum":
+                expected = micro_steps * (ranks.largest(items, model) or 1 if normalization == "items" else 1)
+            if items != weight_items:
+                divisor = expected if normalization == "items" else expected * items
+                # Ranks are averaged when they synchronize, hence the factor.
+                weight, weight_items = torch.full_like(loss_sum, world / divisor if items else 0.0), items
+                if scaler is not None:
+                    weight = scaler.scale(weight)
+            if items or world > 1:  # on several ranks all wait for each other in backward
+                loss_sum.backward(gradient=weight)  # type: ignore[no-untyped-call]
         # A copy: the scalar that `mse_loss` and others return sits on a buffer as large as the model's output.
-        loss_sums.append(loss_sum.detach().clone())
+        loss_sums.append(loss_sum.detach().clone() if items else torch.zeros_like(loss_sum))
         counts.append(items)
         del micro_batch, loss_sum  # or they would still be there while the next one is made
-    total = sum(counts)
-    if normalization == "items" and total != expected:
-        # Known only now: what the loss counted. One multiplication a window, none where micro-batches are equal.
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(expected / total)
-    return Window(tuple(loss_sums), tuple(counts))
-
-
-def train(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    windows: Iterable[Sequence[Any]],
-    loss: Loss,
-    normalization: Normalization = "items",
-) -> Iterator[Step]:
-    """Take one optimizer step a window, and yield it."""
-    optimizer.zero_grad()
-    for micro_batches in windows:
-        window = accumulate_gradients(model, micro_batches, loss, normalization)
-        grad_norm = gradient_norm(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield Step(window, grad_norm)
+        if accumulator is not None:
+            _add_up(parameters, sums, accumulator)
+    window, divided_by = _totals(model, loss_sums, counts, normalization)
+    # Known only now: what the losses counted. One multiplication a window, none where micro-batches are equal.
+    correction = expected / divided_by if divided_by else 1.0
+    for parameter in parameters:
+        if parameter in sums:
+            parameter.grad = sums.pop(parameter).mul_(correction).to(parameter.dtype)
+        elif correction != 1 and parameter.grad is not None:
+            parameter.grad.mul_(correction)
+    return window
 
 
 def gradient_norm(model: nn.Module) -> Tensor:
     """L2 norm of all gradients taken together, a scalar; 0 where no parameter has one."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return nn.utils.get_total_norm(gradients)
+    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    return ranks.whole(nn.utils.get_total_norm(dense))
+
+
+def _count(items: int | Tensor) -> int:
+    count = int(items)
+    if count < 0 or count != items:
+        raise ValueError(f"the loss counted {items} items in a micro-batch; it must be a whole number, 0 or more")
+    return count
+
+
+def _add_up(parameters: Sequence[nn.Parameter], sums: dict[nn.Parameter, Tensor], dtype: torch.dtype) -> None:
+    """Move the gradients just computed into their sums."""
+    for parameter in parameters:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and parameter in sums:
+            sums[parameter].add_(gradient)
+        elif gradient is not None:
+            sums[parameter] = gradient.to(dtype)
+
+
+def _totals(
+    model: nn.Module, loss_sums: list[Tensor], counts: list[int], normalization: Normalization
+) -> tuple[Window, int]:
+    """Return the window, and by what its gradient must be divided: items, micro-batches that hold any, or 1."""
+    total_items, filled, total_loss = sum(counts), sum(map(bool, counts)), None
+    if ranks.world_of(model) > 1:
+        own = math.fsum(torch.stack(loss_sums).tolist())
+        total_loss, *numbers = ranks.totals([own, total_items, filled], model)
+        total_items, filled = map(int, numbers)
+    divisor = {"sum": 1, "mean": filled, "items": total_items}[normalization]
+    return Window(tuple(loss_sums), tuple(counts), total_items, total_loss), divisor

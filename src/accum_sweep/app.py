@@ -1,9 +1,11 @@
 """The Hydra application: the command line without a verb, the task Hydra calls for each job, and `run` for Python."""
 
+import contextlib
 import json
 import logging
 import os
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
@@ -18,8 +20,10 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from accum_sweep import launch
+from accum_sweep.check import check
 from accum_sweep.compose import COMPOSITION_ERRORS, CONF, HYDRA_VERSION_BASE, as_dict, compose, explain
-from accum_sweep.config import Config, check
+from accum_sweep.config import Config
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, nearest, without_secrets
 from accum_sweep.record import RECORD_FILE, RUNS_FOLDER, Identity, Record, read_sweep
 from accum_sweep.verbs import VERBS
@@ -31,7 +35,21 @@ QUIET = [f"hydra.{kind}_logging.loggers.accum_sweep.level=WARNING" for kind in (
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run or multirun as Hydra understands `arguments`; raise UserError or RunsFailed where that ends badly."""
+    """Run or multirun as Hydra understands `arguments`; raise UserError or RunsFailed where that ends badly.
+
+    Of several processes that torchrun has started, the first does so; the others do the same, but what they write goes
+    into a folder that is thrown away.
+    """
+    if launch.rank() == 0:
+        _main(arguments)
+        return
+    with tempfile.TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
+        there = [f"hydra.run.dir='{folder}/run'", f"hydra.sweep.dir='{folder}/sweep'", "tracking=none"]
+        with contextlib.redirect_stdout(nowhere):
+            _main([*arguments, *there, "-q"])
+
+
+def _main(arguments: Sequence[str]) -> None:
     options = _parse(arguments)
     quiet = [word for word in arguments if word in ("-q", "--quiet")]
     others = [word for word in arguments if word not in quiet and word not in options.overrides]

@@ -15,7 +15,8 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from accum_sweep.config import check, flatten
+from accum_sweep.check import check
+from accum_sweep.config import flatten
 from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 
 PACKAGE = Path(__file__).parent

@@ -1,12 +1,13 @@
 """Where a run computes: from `device` in the config to a torch device, its name, and a clock that reads it rightly."""
 
-import itertools
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from accum_sweep import launch
 from accum_sweep.errors import UserError
 
 
@@ -17,15 +18,18 @@ def resolve(name: str, precision: str) -> torch.device:
     machine has no such device.
     """
     if name == "auto":
-        mps = torch.backends.mps.is_available() and precision != "fp64"
+        mps = torch.backends.mps.is_available() and precision not in ("fp64", "tf32")
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     device = torch.device(name)
     if device.type == "cuda":
+        index: int | None = device.index
+        if index is None and launch.world_size() > 1:
+            index = launch.local_rank()
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
+        if (index or 0) >= count:
             there = f"{count} CUDA device(s)" if torch.version.cuda else "a PyTorch built without CUDA"
             raise UserError(f"device={name} is not there: this machine has {there}; use device=auto or device=cpu")
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        return torch.device("cuda", torch.cuda.current_device() if index is None else index)
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise UserError("device=mps is not there: this machine has no Metal device; use device=auto or device=cpu")
     return device
@@ -43,31 +47,63 @@ def hardware_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory is free on a device, as far as it can be told; None where it cannot."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+    free = int(available.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
+    if limit.exists() and (words := limit.read_text().strip()) != "max":
+        free = min(free, int(words) - int(used.read_text()))
+    return free
+
+
 class Clock:
-    """Marks moments in a device's own order of work, and tells afterwards how many seconds lay between them.
+    """Tells afterwards how many seconds each lap took, pauses left out, in a device's own order of work.
 
     On CUDA a mark is an event in the stream, so that marking never waits for the device; `seconds` does.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
+        self._starts: list[Any] = []
+        self._stops: list[Any] = []
+        self._laps: list[int] = []  # of each interval
+        self._lap = 0
 
-    def mark(self) -> None:
-        """Mark this moment."""
+    def resume(self) -> None:
+        """Let the clock run."""
+        self._starts.append(self._mark())
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._stops.append(self._mark())
+        self._laps.append(self._lap)
+
+    def lap(self) -> None:
+        """Stop the clock at the end of a lap."""
+        self.pause()
+        self._lap += 1
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each finished lap."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        laps = [0.0] * (self._lap + 1)
+        for lap, start, stop in zip(self._laps, self._starts, self._stops, strict=False):
+            laps[lap] += start.elapsed_time(stop) / 1000 if self._device.type == "cuda" else stop - start
+        return laps[: self._lap]
+
+    def _mark(self) -> Any:
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self._device))
-            self._events.append(event)
-        else:
-            if self._device.type == "mps":
-                torch.mps.synchronize()
-            self._times.append(time.perf_counter())
-
-    def seconds(self) -> list[float]:
-        """Return the seconds between each mark and the next."""
-        if self._events:
-            torch.cuda.synchronize(self._device)
-            return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(self._events)]
-        return [after - before for before, after in itertools.pairwise(self._times)]
+            return event
+        if self._device.type == "mps":
+            torch.mps.synchronize()
+        return time.perf_counter()

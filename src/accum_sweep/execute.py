@@ -18,11 +18,13 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from accum_sweep import environment
+from accum_sweep import environment, ranks
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
+from accum_sweep.precision import matrix_products
 from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
+from accum_sweep.sketch import sketch
 from accum_sweep.training import State, Training, train_and_measure
 
 log = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     reason: str | None = None
     try:
         device = resolve(config.device, config.precision)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with forked, matrix_products(config.precision, device), ranks.joined(device, config.processes):
             train_and_measure(config, device, training)
     except UserError as error:
         status, reason = "failed", str(error)
@@ -59,7 +62,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     ended = datetime.now(UTC)
     if status != "finished":
         _free_memory(device)  # here, not in the except block: until that is left, the traceback holds the tensors
-    series = _series(training)
+    series = training.history.series()
     if status == "finished" and (reason := _divergence(series, training)):
         status = "diverged"
     metrics = _metrics(series, training)
@@ -79,6 +82,8 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         series=plain(series),
         result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
         weights=plain(_weights_in_full(training)),
+        equivalence=plain(_equivalence(training)),
+        notes=training.notes,
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
     )
@@ -91,14 +96,6 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     return record
 
 
-def _series(training: Training) -> dict[str, list[float]]:
-    """Return the losses and norms so far; none where the device that holds them is lost."""
-    try:
-        return training.history.series()
-    except RuntimeError:
-        return {}
-
-
 def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, float | int | None]:
     """Derive a run's numbers from what there is of its training."""
     metrics: dict[str, float | int | None] = {}
@@ -106,16 +103,22 @@ def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, fl
         metrics["peak_allocated_bytes"] = training.peak.allocated_bytes
         if training.peak.reserved_bytes is not None:
             metrics["peak_reserved_bytes"] = training.peak.reserved_bytes
-    losses, norms = series.get("train/loss"), series.get("train/grad_norm")
-    if losses and norms:
+    losses, norms = series["train/loss"], series["train/grad_norm"]
+    if losses:
+        outcomes = training.history.outcomes
         metrics |= {
-            "steps_done": len(losses),
+            "steps_done": outcomes.count("stepped"),
+            "windows_overflowed": outcomes.count("overflow"),
+            "windows_skipped": outcomes.count("skipped"),
+            "windows_empty": outcomes.count("empty"),
             "micro_steps_done": len(series["train/micro_loss"]),
             "samples_seen": sum(training.samples[: len(losses)]),
             "first_loss": losses[0],
             "last_loss": losses[-1],
             "first_grad_norm": norms[0],
             "last_grad_norm": norms[-1],
+            "last_clipped_norm": series.get("train/clipped_norm", norms)[-1],
+            "last_lr": series["train/lr"][-1],
         }
     if training.seconds:
         metrics |= _speed(training.seconds, training.samples)
@@ -124,6 +127,14 @@ def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, fl
     for when, state in (("initial", training.initial), ("final", training.final)):
         if state is not None:
             metrics[f"{when}_weight_norm"] = _norm(state)
+    if training.verdict is not None:
+        verdict, judged, _ = training.verdict
+        metrics |= {
+            "gradient_error": verdict.relative_error,
+            "gradient_cosine": verdict.cosine,
+            "gradient_tolerance": verdict.tolerance,
+            "steps_judged": judged,
+        }
     return metrics | training.held_out
 
 
@@ -141,13 +152,16 @@ def _speed(seconds: Sequence[float], samples: Sequence[int]) -> dict[str, float 
 
 
 def _divergence(series: dict[str, list[float]], training: Training) -> str | None:
-    """Say since when a loss, a gradient or the weights are not finite; None if all are."""
-    steps = len(series["train/loss"])
-    for number, (loss, norm) in enumerate(zip(series["train/loss"], series["train/grad_norm"], strict=True), start=1):
-        if not math.isfinite(loss) or not math.isfinite(norm):
-            return f"the {'gradient' if math.isfinite(loss) else 'loss'} is not finite in step {number} of {steps}"
+    """Say where a loss, a gradient or the weights are not finite; None where all are, or were skipped on request."""
+    steps = len(training.samples)
+    if "diverged" in training.history.outcomes:
+        number = training.history.outcomes.index("diverged")
+        what = "gradient" if math.isfinite(series["train/loss"][number]) else "loss"
+        return f"the {what} is not finite in step {number + 1}; the weights are those before it"
     if training.final is not None and not math.isfinite(_norm(training.final)):
-        return f"the weights are not finite after step {steps} of {steps}"
+        return f"the weights are not finite after step {steps}"
+    if steps and "stepped" not in training.history.outcomes:
+        return "no step was taken: every window was skipped, overflowed or held no item"
     return None
 
 
@@ -173,6 +187,18 @@ def _result(training: Training, metrics: dict[str, float | int | None]) -> dict[
 def _is_small(state: State) -> bool:
     whole = sum(tensor.numel() for tensor in state.values())
     return whole <= SMALL_MODEL and not any(tensor.is_complex() for tensor in state.values())  # JSON knows no complex
+
+
+def _equivalence(training: Training) -> dict[str, Any]:
+    """Return the verdict, and what tells a run's data and its weights from another's."""
+    found: dict[str, Any] = {}
+    if training.verdict is not None:
+        verdict, _, errors = training.verdict
+        found |= {"verdict": verdict.outcome, "reason": verdict.reason, "relative_errors": errors}
+    if training.final is not None:
+        weights = sketch(training.final[name] for name in training.weights)
+        found |= {"data": training.data.hexdigest()[:16], "final_sketch": weights}
+    return found
 
 
 def _weights_in_full(training: Training) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ A new optimizer is a new file in `conf/optimizer/`, nothing more.
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,3 +44,16 @@ def probe(settings: Mapping[str, Any], lr: float) -> None:
         optimizer.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"torch.optim.{settings['name']} cannot take a step with these settings: {error}") from error
+
+
+def lr_factor(shape: str, warmup_steps: int, steps: int, step: int) -> float:
+    """Return by what the learning rate is multiplied in a step, counted from 0, of `steps`.
+
+    It rises evenly to 1 during the warm-up; then it stays ("constant"), or falls along half a cosine to 0 at the end
+    ("cosine": SGDR, Loshchilov and Hutter 2017, without restarts).
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if shape == "constant":
+        return 1.0
+    return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2

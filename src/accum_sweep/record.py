@@ -58,6 +58,10 @@ class Record:
     series: dict[str, list[Any]] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)  # weights before and after: what a single run prints
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)  # small models: {"initial": {name: values}, ...}
+    # "verdict", "reason" and "relative_errors" of the steps judged; "data", equal for equal samples in every step;
+    # "final_sketch", see sketch.py
+    equivalence: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # what a user might not expect
     sweep_id: str | None = None
     job_num: int | None = None
     version: int = VERSION

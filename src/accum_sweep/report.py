@@ -11,12 +11,25 @@ import pandas as pd
 
 from accum_sweep.record import write_atomically
 from accum_sweep.sizes import SIZES
-from accum_sweep.summary import Comparison
+from accum_sweep.summary import SKETCH, Comparison
 
 KINDS = {
     "micro_batch_size": "fixed micro-batch: the effective batch grows with accum_steps",
     "effective_batch_size": "fixed effective batch: the micro-batch shrinks as accum_steps grows",
 }
+# Settings that go without saying where they are as most people leave them.
+UNREMARKABLE: dict[str, Any] = {
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+    "on_nonfinite": "stop",
+    "batchnorm": "train",
+    "checkpointing": False,
+    "compile": False,
+    "parallel": "ddp",
+    "sync_every_micro_batch": False,
+    "processes": 1,
+}
+MANY = 4  # settings that are named beside a reason
 LONGEST_CONSTANT = 40  # characters of a setting; longer ones the caption leaves out and the table cuts
 
 
@@ -35,7 +48,9 @@ def write_csv(frame: pd.DataFrame, path: Path | None) -> None:
 
     A file is complete or not there; what is no file, such as a pipe, is written to. Raises OSError.
     """
-    typed = frame.convert_dtypes()  # a column of whole numbers stays one where a failed run has none
+    typed = frame.drop(
+        columns=SKETCH, errors="ignore"
+    ).convert_dtypes()  # a column of whole numbers stays one where a failed run has none
     if path is None:
         typed.to_csv(sys.stdout, index=False)
     elif path.exists() and not path.is_file():
@@ -50,11 +65,18 @@ def cells(comparison: Comparison) -> list[list[str]]:
     columns: list[tuple[str, list[str]]] = []
     for setting in comparison.settings:
         header = setting.removesuffix(".name").removeprefix("problem.").removeprefix("optimizer.")
-        missing = "as written" if setting in SIZES else "-"
+        missing = "-"
+        if setting in SIZES:
+            missing = (
+                "by schedule" if "accum_schedule" in [*comparison.settings, *comparison.constant] else "as written"
+            )
         columns.append((header, [missing if _missing(value) else _short(_plain(value)) for value in rows[setting]]))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
+        if metric not in COLUMNS:
+            continue
         columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
+    columns.append(("gradient", [_judged(row) for _, row in rows.iterrows()]))
     columns.append(("not finished", list(rows["reason"])))
     filled = [(header, values) for header, values in columns if any(values)]
     return [list(line) for line in zip(*([header, *values] for header, values in filled), strict=True)]
@@ -74,14 +96,15 @@ def _aligned(comparison: Comparison) -> str:
         for line in lines
     ]
     table.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*_caption(comparison, wrap=True), "", *table])
+    return "\n".join([*_caption(comparison, wrap=True), "", *table, *_verdict_notes(comparison, wrap=True)])
 
 
 def _markdown(comparison: Comparison) -> str:
     header, *lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in cells(comparison))
     table = [header, ["---:"] * len(header), *lines]
     # The table first: MLflow folds a description after its first lines.
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *_caption(comparison, wrap=False)])
+    below = [*_caption(comparison, wrap=False), *_verdict_notes(comparison, wrap=False)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *below])
 
 
 def _caption(comparison: Comparison, wrap: bool) -> list[str]:
@@ -90,7 +113,8 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
     runs, finished = int(rows["runs"].sum()), int(rows["finished"].sum())
     kind = f"; {KINDS[comparison.kind]}" if comparison.kind else ""
     lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
-    same = [f"{key}={_plain(value)}" for key, value in comparison.constant.items()]
+    constant = comparison.constant.items()
+    same = [f"{key}={_plain(value)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
     lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
     notes = []
     if any(rows[f"{metric}_vs_baseline"].notna().any() for metric in comparison.metrics):
@@ -99,6 +123,31 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
         notes.append("(±: standard deviation over the runs of a row)")
     lines += [" ".join(notes)] if notes else []
     return [part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "])]
+
+
+def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
+    """Say, for each reason there is, why which settings' gradients are as they are."""
+    by_reason: dict[tuple[str, str], list[str]] = {}
+    for _, row in comparison.rows.iterrows():
+        label = " ".join(f"{key}={_short(_plain(row[key]))}" for key in comparison.settings if not _missing(row[key]))
+        if row["verdict_reason"]:
+            by_reason.setdefault((row["verdict"], row["verdict_reason"]), []).append(label)
+    lines = [f"{verdict}: {reason}{_of(labels)}" for (verdict, reason), labels in by_reason.items()]
+    return ["", *(part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "]))] * bool(
+        lines
+    )
+
+
+def _of(labels: Sequence[str]) -> str:
+    named = [label for label in labels if label]
+    more = f" and {len(named) - MANY} more" if len(named) > MANY else ""
+    return f" ({', '.join(named[:MANY])}{more})" if named else ""
+
+
+def _judged(row: pd.Series) -> str:
+    """Return the verdict on a setting's gradient, and how far it is from the full batch's."""
+    error = row.get("gradient_error")
+    return row["verdict"] if _missing(error) or not row["verdict"] else f"{row['verdict']} ({error:.1g})"
 
 
 def _measured(row: pd.Series, metric: str) -> str:
@@ -110,7 +159,7 @@ def _measured(row: pd.Series, metric: str) -> str:
     cell = show(mean) if _missing(spread) or spread == 0 else f"{show(mean)} ± {show(spread)}"
     if _missing(relative) or row.get("accum_steps") == 1:
         return cell
-    return f"{cell} ({show_relative(relative)})"
+    return f"{cell} ({show_relative(relative)})" if cell else show_relative(relative)
 
 
 def _number(value: float) -> str:
@@ -161,6 +210,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], Callable[[float], str]]] = {
     "peak_allocated_bytes": ("peak memory", _bytes, _times),
     "samples_per_second": ("samples/s", _rate, _times),
     "final_weight": ("final weight", _weight, _away),
+    "final_sketch": ("final weights", lambda _: "", _away),
 }
 
 

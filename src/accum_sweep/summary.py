@@ -19,8 +19,11 @@ from accum_sweep.sizes import SIZES
 
 IDENTITY = ["sweep_id", "job_num", "run_id", "run_key", "name", "status", "reason", "started_at", "ended_at"]
 # Config keys that do not make a setting: who asked for it, where it is kept, what it is derived from.
-NO_SETTING = ("seed", "save_weights", "tracking.", "sweep.", "problem.default_")
+NO_SETTING = ("seed", "save_weights", "equivalence", "tracking.", "sweep.", "problem.default_")
 WEIGHTS = "final_weight"  # a list of numbers, where they are few
+SKETCH = "final_sketch"  # numbers that stand for the weights, where they are many: see sketch.py
+LISTS = (WEIGHTS, SKETCH)
+VERDICTS = ("equivalent", "not comparable", "different")  # the gravest last
 
 # What is compared, and how it is set against the baseline.
 COMPARED = {
@@ -31,6 +34,8 @@ COMPARED = {
     "peak_allocated_bytes": "ratio",
     "samples_per_second": "ratio",
     WEIGHTS: "distance",
+    SKETCH: "distance",
+    "gradient_error": "largest",
 }
 
 
@@ -39,9 +44,10 @@ class Comparison:
     """One table: the runs of one kind of sweep, one row a setting.
 
     `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
-    column for each of `settings`, then `runs`, `finished` and `reason`, and for each metric m in `metrics` the columns
-    m (mean over seeds), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances,
-    geometric mean of the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` is a list and has no
+    column for each of `settings`, then `runs`, `finished`, `reason`, the gravest `verdict` of them on equivalence and
+    `verdict_reason`, and for each metric m in `metrics` the columns m (mean over seeds; of `gradient_error` the
+    largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances, geometric mean of
+    the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` and `final_sketch` are lists and have no
     spread.
     """
 
@@ -106,9 +112,10 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
         finished = int((group["status"] == "finished").sum())
         row: dict[str, Any] = dict(zip(by, values, strict=True))
         row |= {"runs": len(group), "finished": finished, "reason": _reasons(group)}
+        row |= dict(zip(("verdict", "verdict_reason"), _verdict(group), strict=True))
         for metric in metrics:
-            row[metric] = _mean(done[metric])
-            if metric != WEIGHTS:
+            row[metric] = done[metric].max() if COMPARED[metric] == "largest" else _mean(done[metric])
+            if metric not in LISTS:
                 row[f"{metric}_std"] = done[metric].std()
             row[f"{metric}_vs_baseline"] = (
                 _typical(done[f"{metric}_vs_baseline"], COMPARED[metric]) if kind else math.nan
@@ -122,14 +129,17 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
 def _by_seed(runs: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) -> pd.DataFrame:
     """Return one row a setting and seed, over its finished runs: a run repeated is no second seed."""
     finished = runs[runs["status"] == "finished"].copy()
-    if WEIGHTS in metrics:
-        finished[WEIGHTS] = finished[WEIGHTS].map(lambda text: json.loads(text) if isinstance(text, str) else None)
+    lists = [metric for metric in metrics if metric in LISTS]
+    for metric in lists:
+        finished[metric] = finished[metric].map(lambda text: json.loads(text) if isinstance(text, str) else None)
     keys = [*by, "seed"]
     if finished.empty:
-        return finished[[*keys, *metrics]]
-    numbers = finished.groupby(keys, dropna=False)[[m for m in metrics if m != WEIGHTS]].mean().reset_index()
-    if WEIGHTS in metrics:
-        numbers[WEIGHTS] = finished.groupby(keys, dropna=False)[WEIGHTS].agg(_mean).to_numpy()
+        return finished[[*keys, *metrics, "data"]]
+    groups = finished.groupby(keys, dropna=False)
+    numbers = groups[[metric for metric in metrics if metric not in LISTS]].mean().reset_index()
+    for metric in lists:
+        numbers[metric] = groups[metric].agg(_mean).to_numpy()
+    numbers["data"] = groups["data"].first().to_numpy()
     return numbers
 
 
@@ -137,12 +147,14 @@ def _set_against_baseline(seeds: pd.DataFrame, settings: Sequence[str], kind: st
     """Add to each row how it stands to accum_steps=1 with the same seed and the same other settings."""
     accum, derived = SIZES[0], SIZES[2] if kind == SIZES[1] else SIZES[1]
     key = [setting for setting in settings if setting not in (accum, derived)] + ["seed"]
-    first = seeds.loc[seeds[accum] == 1, [*key, *metrics]]
+    first = seeds.loc[seeds[accum] == 1, [*key, *metrics, "data"]]
     baseline = seeds[key].merge(first, how="left", on=key).set_axis(seeds.index)
     for metric in metrics:
         pairs = zip(seeds[metric], baseline[metric], strict=True)
         against = AGAINST[COMPARED[metric]]
         seeds[f"{metric}_vs_baseline"] = [against(value, base) for value, base in pairs]
+    if SKETCH in metrics:  # weights that have seen other samples are elsewhere for a reason of their own
+        seeds.loc[seeds["data"] != baseline["data"], f"{SKETCH}_vs_baseline"] = math.nan
 
 
 def _difference(value: float, base: float) -> float:
@@ -158,6 +170,10 @@ def _distance(value: list[float] | None, base: list[float] | None) -> float:
     return math.dist(value, base) if both else math.nan  # type: ignore[arg-type]
 
 
+def _no_comparison(*_: float) -> float:
+    return math.nan
+
+
 def _typical(against: pd.Series, how: str) -> float:
     """Return the mean over seeds; of ratios the geometric one, for which twice and half even out."""
     known = [value for value in against.dropna() if how != "ratio" or value > 0]
@@ -166,7 +182,12 @@ def _typical(against: pd.Series, how: str) -> float:
     return statistics.geometric_mean(known) if how == "ratio" else statistics.fmean(known)
 
 
-AGAINST: dict[str, Callable[[Any, Any], float]] = {"difference": _difference, "ratio": _ratio, "distance": _distance}
+AGAINST: dict[str, Callable[[Any, Any], float]] = {
+    "difference": _difference,
+    "ratio": _ratio,
+    "distance": _distance,
+    "largest": _no_comparison,
+}
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -176,6 +197,14 @@ def _row(record: Record) -> dict[str, Any]:
     row["device"] = record.environment.get("device") or row.get("device")
     row |= record.metrics
     row |= {key: json.dumps(value) for key, value in record.result.items() if isinstance(value, list)}
+    row |= {
+        "verdict": record.equivalence.get("verdict"),
+        "verdict_reason": record.equivalence.get("reason"),
+        "data": record.equivalence.get("data"),
+        "notes": "; ".join(record.notes) or None,
+    }
+    if SKETCH in record.equivalence and WEIGHTS not in record.result:
+        row[SKETCH] = json.dumps(record.equivalence[SKETCH])
     if "weight_changed" in record.result:
         row["weight_changed"] = record.result["weight_changed"]
     return row | {f"environment.{key}": value for key, value in record.environment.items()}
@@ -212,9 +241,18 @@ def _reasons(group: pd.DataFrame) -> str:
     return "; ".join(dict.fromkeys(f"{status}: {reason}" for status, reason in pairs))
 
 
+def _verdict(group: pd.DataFrame) -> tuple[str, str]:
+    """Return the gravest verdict of the runs, and the reasons given for it."""
+    found = [verdict for verdict in VERDICTS if (group["verdict"] == verdict).any()]
+    if not found:
+        return "", ""
+    reasons = group.loc[group["verdict"] == found[-1], "verdict_reason"].dropna()
+    return found[-1], "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
 def _mean(column: pd.Series) -> Any:
     """Return the mean of numbers, or number by number of lists of one length; None for no lists."""
-    if column.name != WEIGHTS:
+    if column.name not in LISTS:
         return column.mean()
     lists = [values for values in column if isinstance(values, list) and None not in values]
     if not lists or len({len(values) for values in lists}) > 1:

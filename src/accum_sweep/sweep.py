@@ -20,8 +20,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from accum_sweep import report, summary
+from accum_sweep.check import check
 from accum_sweep.compose import COMPOSITION_ERRORS, as_dict, explain
-from accum_sweep.config import Config, check
+from accum_sweep.config import Config
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
 from accum_sweep.progress import Progress
 from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write

@@ -1,24 +1,30 @@
 """A configuration trained and measured: first a short pass for the peak of memory, then the real thing, timed."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from math import gcd
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accum_sweep import optimizers, windows
-from accum_sweep.accumulate import train
+from accum_sweep import launch, optimizers, precision, ranks, windows
+from accum_sweep.accumulate import Window, accumulate_gradients
+from accum_sweep.batches import MicroBatches
+from accum_sweep.boundary import train
 from accum_sweep.config import Config
-from accum_sweep.device import Clock
+from accum_sweep.device import Clock, free_bytes
+from accum_sweep.equivalence import Verdict
 from accum_sweep.errors import UserError
 from accum_sweep.history import History
 from accum_sweep.memory import Peak, measure_peak
+from accum_sweep.preparation import boundary, in_precision, notes, prepare, set_batchnorm
 from accum_sweep.problems import Problem
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+from accum_sweep.referee import Referee
 
 State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
 
@@ -28,106 +34,194 @@ class Training:
     """What there is of a training so far: filled as it goes, so that an interrupted one loses nothing."""
 
     history: History = field(default_factory=History)
-    samples: list[int] = field(default_factory=list)  # by step
-    seconds: list[float] = field(default_factory=list)  # by step; empty until the end
+    samples: list[int] = field(default_factory=list)  # by window
+    data: Any = field(default_factory=hashlib.sha256)  # of which samples each window held, however they were split
+    seconds: list[float] = field(default_factory=list)  # by window; empty until the end
     peak: Peak | None = None
     parameters: int | None = None
     initial: State | None = None
     final: State | None = None
+    weights: list[str] = field(default_factory=list)  # names of what is trained in these, buffers left out
     held_out: dict[str, float] = field(default_factory=dict)  # metrics on data not trained on
+    verdict: tuple[Verdict, int, list[float | None]] | None = None  # see Referee.verdict
+    notes: list[str] = field(default_factory=list)  # what a user might not expect
 
 
 @dataclass(frozen=True)
-class MicroBatches(Sequence[tuple[Tensor, ...]]):
-    """The micro-batches of one window, each gathered and sent to the device only when its turn comes."""
+class _Memory:
+    """What the short pass found: the peak, and how much of it is there however large the micro-batches are."""
 
-    columns: tuple[Tensor, ...]  # each (samples, ...)
-    indices: Sequence[Tensor]  # each (micro_batch_size,)
-    device: torch.device
+    peak: Peak
+    fixed_bytes: int  # weights, gradients and the optimizer's state
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, number: Any) -> Any:
-        index = self.indices[number]
-        return tuple(column[index].to(self.device) for column in self.columns)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        # Sequence's own would keep each micro-batch while it makes the next, and take an IndexError for the end.
-        return map(self.__getitem__, range(len(self)))
+    def fits(self, micro_batches: int, device: torch.device) -> bool:
+        """Tell whether a full batch of so many micro-batches has room on a device."""
+        free = free_bytes(device)
+        if free is None or self.peak.allocated_bytes is None:
+            return True
+        activations = max(0, self.peak.allocated_bytes - self.fixed_bytes)
+        return self.fixed_bytes + micro_batches * activations < free
 
 
 def train_and_measure(config: Config, device: torch.device, so_far: Training) -> None:
-    """Train as `config` says and fill `so_far`. Seeds torch's global generator."""
+    """Train as `config` says and fill `so_far`. Seeds torch's global generator.
+
+    Where several processes train together, each of them calls this, and what it fills is the same on all.
+    """
     torch.manual_seed(config.seed)
-    problem = config.problem.build(DTYPES[config.precision])
+    problem = config.problem.build(precision.weights_dtype(config.precision))
     _check_data(config, problem)
+    so_far.notes = notes(config, problem.model)
+    if launch.rank():
+        torch.manual_seed((config.seed + launch.rank()) % 2**64)  # ranks see different samples, so other dropout
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        so_far.peak = _peak(config, problem, device)
-    model = problem.model.to(device)
+        memory = _measure_memory(config, problem, device)
+    so_far.peak = memory.peak
+    twin = copy.deepcopy(problem.model).train() if config.equivalence != "off" else None
+    model = prepare(config, problem.model, problem.blocks, device)
     so_far.parameters = sum(parameter.numel() for parameter in model.parameters())
     so_far.initial = _state(model)
-    optimizer = optimizers.build(config.optimizer, config.lr, model.parameters())
+    so_far.weights = [name for name, _ in ranks.unwrapped(model).named_parameters()]
+    loss = in_precision(config, problem.loss, device)
+    lr_at = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, _count_windows(config))
+    end = boundary(config, model, device, _count_windows(config))
+    referee = None
+    if twin is not None and config.equivalence != "off":
+        set_batchnorm(config, twin)
+        referee = Referee(
+            model=twin,
+            loss=functools.partial(in_precision, config, problem.loss),
+            normalization=config.normalization,
+            unit=precision.unit_roundoff(config.precision),
+            when=config.equivalence,
+            boundary=end,
+            lr_at=lambda step: config.lr * lr_at(step),
+            fits=memory.fits,
+        )
     clock = Clock(device)
-    clock.mark()
-    for step in train(model, optimizer, _batches(config, problem, device, so_far), problem.loss, config.normalization):
-        clock.mark()
-        so_far.history.add(step)  # between two marks of its own: it is no part of a step
-        clock.mark()
-    so_far.seconds = clock.seconds()[::2]
-    if problem.evaluate is not None:
-        so_far.held_out = {key: float(value) for key, value in problem.evaluate(model, device).items()}
+
+    def watch(micro_batches: Any, window: Window) -> None:
+        if referee is not None:
+            clock.pause()
+            referee.watch(model, micro_batches, window)
+            clock.resume()
+
+    def batches() -> Iterator[MicroBatches]:
+        for window in _windows(config, problem):
+            so_far.samples.append(sum(map(len, window)))
+            so_far.data.update(torch.cat(window).sort().values.numpy().tobytes())
+            if referee is not None:
+                referee.begins()
+            clock.resume()
+            yield MicroBatches(problem, window, device, launch.rank(), config.processes)
+
+    for step in train(model, end, batches(), functools.partial(_accumulate, config, loss, end.scaler), watch):
+        clock.lap()  # what follows is no part of a step
+        so_far.history.add(step)
+        if referee is not None:
+            referee.ended(step)
+    so_far.seconds = clock.seconds()
+    if referee is not None:
+        so_far.verdict = referee.verdict()
+    if problem.evaluate is not None and "diverged" not in so_far.history.outcomes:
+        with precision.arithmetic(config.precision, device):
+            metrics = problem.evaluate(ranks.unwrapped(model), device)
+        so_far.held_out = {key: float(value) for key, value in metrics.items()}
     so_far.final = _state(model)
+
+
+def _accumulate(
+    config: Config, loss: Any, scaler: torch.amp.GradScaler | None, model: nn.Module, micro_batches: Any
+) -> Window:
+    return accumulate_gradients(
+        model,
+        micro_batches,
+        loss,
+        normalization=config.normalization,
+        accumulator=torch.float32 if config.accumulator else None,
+        scaler=scaler,
+        sync_every_micro_batch=config.sync_every_micro_batch,
+    )
 
 
 def _check_data(config: Config, problem: Problem) -> None:
     """Raise UserError where a problem's data is not as long as its parameters said."""
-    for number, column in enumerate(problem.train):
+    train = problem.train
+    columns = list(train.items()) if isinstance(train, Mapping) else list(enumerate(train))
+    for name, column in columns:
         if len(column) != config.problem.train_samples:
             said = f"{config.problem.name} says that it has {config.problem.train_samples} training samples"
-            raise UserError(
-                f"{said}, but column {number} of its data has {len(column)}; mend its train_samples or build"
-            )
-
-
-def _batches(config: Config, problem: Problem, device: torch.device, so_far: Training) -> Iterator[MicroBatches]:
-    for window in _windows(config, problem):
-        so_far.samples.append(sum(map(len, window)))
-        yield MicroBatches(problem.train, window, device)
+            raise UserError(f"{said}, but column {name} of its data has {len(column)}; mend its train_samples or build")
 
 
 def _windows(config: Config, problem: Problem) -> Iterator[list[Tensor]]:
-    """Yield the sample indices of each micro-batch of each window."""
+    """Yield the sample indices of each micro-batch of each window, those of all ranks."""
     orders = windows.sample_order(config.problem.train_samples, config.seed if problem.shuffle else None)
-    assert config.accum_steps is not None, "check() derives accum_steps"
-    sizes = config.accum_steps, config.micro_batch_sizes
     if config.steps is not None:
-        return windows.windows_by_steps(orders, *sizes, config.steps)
+        return windows.windows_by_steps(orders, config.plan, config.steps)
     assert config.epochs is not None, "check() leaves one of steps and epochs"
-    return windows.windows_by_epochs(orders, *sizes, config.epochs, config.last_window)
+    return windows.windows_by_epochs(orders, config.plan, config.epochs, config.last_window)
 
 
-def _peak(config: Config, problem: Problem, device: torch.device) -> Peak:
+def _count_windows(config: Config) -> int:
+    """Return the number of windows of the whole training."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None, "check() leaves one of steps and epochs"
+    order = torch.empty(config.problem.train_samples)  # only its length matters
+    orders = (order for _ in range(config.epochs))
+    return sum(1 for _ in windows.windows_by_epochs(orders, config.plan, config.epochs, config.last_window))
+
+
+def _measure_memory(config: Config, problem: Problem, device: torch.device) -> _Memory:
     """Measure the peak of model, gradients, optimizer state, activations and micro-batches; the data set is not in it.
 
-    A copy of the model is trained just long enough to reach the run's peak. That takes two steps, the second with the
-    optimizer's state in place, of two micro-batches each, the second with gradients in place. Where micro-batches are
-    of unequal size it takes whole windows, until their pattern comes again.
+    A copy of the model is trained just long enough to reach the run's peak. Of several ranks the largest peak counts.
     """
-    equal = config.micro_batch_size is not None
-    steps = 2 if equal else 1 + len(config.micro_batch_sizes)
-    first = [window[: 2 if equal else None] for window in islice(_windows(config, problem), steps)]
+    first = _short_windows(config, problem)
+    fixed = 0
 
     def short_pass() -> None:
-        model = copy.deepcopy(problem.model).to(device)
-        optimizer = optimizers.build(config.optimizer, config.lr, model.parameters())
-        batches = (MicroBatches(problem.train, window, device) for window in first)
-        for _ in train(model, optimizer, batches, problem.loss, config.normalization):
+        nonlocal fixed
+        model = prepare(config, copy.deepcopy(problem.model), problem.blocks, device)
+        end = boundary(config, model, device, max(1, config.warmup_steps))
+        loss = in_precision(config, problem.loss, device)
+        batches = (MicroBatches(problem, window, device, launch.rank(), config.processes) for window in first)
+        for _ in train(model, end, batches, functools.partial(_accumulate, config, loss, end.scaler)):
             pass
+        states = [value for state in end.optimizers[0].state.values() for value in state.values()]
+        tensors = [*model.parameters(), *model.parameters(), *filter(torch.is_tensor, states)]
+        fixed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    return measure_peak(short_pass, device)
+    peak = measure_peak(short_pass, device)
+    if config.processes > 1 and peak.allocated_bytes is not None:
+        peak = Peak(*(size and ranks.highest(size, device) for size in (peak.allocated_bytes, peak.reserved_bytes)))
+    return _Memory(peak, fixed)
+
+
+def _short_windows(config: Config, problem: Problem) -> list[list[Tensor]]:
+    """Return windows that reach the peak of the whole training.
+
+    That takes two steps, the second with the optimizer's state in place, of two micro-batches each, the second with
+    gradients in place; the first ones of a window are the largest. Where a problem's own mini-batches are of unequal
+    size it takes whole windows, until their pattern comes again.
+    """
+    if config.micro_batch_size is None:
+        written = len(config.problem.written_micro_batch_sizes or ())
+        repeat = written // gcd(written, config.accum_steps_at(0) * config.processes)
+        return list(islice(_windows(config, problem), 1 + repeat))
+    longest = max(config.accum_schedule, key=lambda pair: pair[1])[0] if config.accum_schedule else 0
+    orders = windows.sample_order(config.problem.train_samples, None)
+    plan = config.plan(longest)
+    found = (
+        windows.windows_by_steps(orders, lambda _: plan, 2)
+        if config.accum_schedule
+        else islice(_windows(config, problem), 2)
+    )
+    return [window[: 2 * config.processes] for window in found]
 
 
 def _state(model: nn.Module) -> State:
     """Return a copy of all weights and buffers on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
+    state = ranks.unwrapped(model).state_dict()
+    return {name: ranks.whole(tensor.detach()).to("cpu", copy=True).contiguous() for name, tensor in state.items()}

@@ -1,14 +1,19 @@
 """Which samples each micro-batch of each window holds. Depends on the seed and the sizes, never on accum_steps alone.
 
 Windows are cut from one stream of samples, so runs of one seed and one effective batch see the same samples in each
-step, however many micro-batches share them.
+step, however many micro-batches, and processes, share them.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import cycle, islice
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+LastWindow = Literal["flush", "drop", "carry"]
+Plan = Callable[[int], Iterator[tuple[int, ...]]]
+"""(step) -> for it, at the start of an epoch, and for those after it: the sizes of the window's micro-batches."""
 
 
 def sample_order(samples: int, seed: int | None) -> Iterator[Tensor]:
@@ -23,43 +28,64 @@ def sample_order(samples: int, seed: int | None) -> Iterator[Tensor]:
         yield torch.arange(samples) if seed is None else torch.randperm(samples, generator=generator)
 
 
-def windows_by_steps(
-    orders: Iterable[Tensor], accum_steps: int, micro_batch_sizes: tuple[int, ...], steps: int
-) -> Iterator[list[Tensor]]:
-    """Yield `steps` windows of `accum_steps` micro-batches, each (micro_batch_size,) indices.
+def windows_by_steps(orders: Iterable[Tensor], plan: Plan, steps: int) -> Iterator[list[Tensor]]:
+    """Yield `steps` windows, each its micro-batches' (micro_batch_size,) indices.
 
     The data begins anew where it ends, within a window too, so every window is full.
     """
-    micro_batches = _cut(orders, cycle(micro_batch_sizes))
-    for _ in range(steps):
-        yield list(islice(micro_batches, accum_steps))
+    stream = _Stream(orders)
+    for sizes in islice(plan(0), steps):
+        yield stream.take(sizes)
 
 
 def windows_by_epochs(
-    orders: Iterable[Tensor], accum_steps: int, micro_batch_sizes: tuple[int, ...], epochs: int, last_window: str
+    orders: Iterable[Tensor], plan: Plan, epochs: int, last_window: LastWindow
 ) -> Iterator[list[Tensor]]:
-    """Yield the windows of `epochs` epochs. A window ends with its epoch: the last one may be short.
+    """Yield the windows of `epochs` epochs.
 
-    `last_window` "flush" takes a step with what is there, "drop" leaves those samples out.
+    With `last_window` "flush" a window ends with its epoch, and the last one steps with what is there; "drop" leaves a
+    short one out; "carry" goes on with the next epoch's samples, so that only the very last window can be short.
     """
+    if last_window == "carry":
+        yield from _until_empty(_Stream(islice(orders, epochs)), plan(0))
+        return
+    step = 0
     for order in islice(orders, epochs):
-        micro_batches = list(_cut([order], cycle(micro_batch_sizes)))
-        sizes = list(islice(cycle(micro_batch_sizes), len(micro_batches)))
-        for first in range(0, len(micro_batches), accum_steps):
-            window = micro_batches[first : first + accum_steps]
-            full = len(window) == accum_steps and len(window[-1]) == sizes[first + accum_steps - 1]
-            if full or last_window == "flush":
+        for sizes, window in zip(plan(step), _until_empty(_Stream([order]), plan(step)), strict=False):
+            if last_window == "flush" or sum(map(len, window)) == sum(sizes):
+                step += 1
                 yield window
 
 
-def _cut(orders: Iterable[Tensor], sizes: Iterable[int]) -> Iterator[Tensor]:
-    """Cut the joined orders into pieces of the given sizes; the last piece may be shorter."""
-    epochs = iter(orders)
-    rest = next(epochs)
-    for size in sizes:
-        while len(rest) < size and (order := next(epochs, None)) is not None:
-            rest = torch.cat([rest, order])
-        if len(rest) == 0:
+def share(window: list[Tensor], rank: int, world: int) -> list[Tensor]:
+    """Return a rank's part of a window: every `world`-th micro-batch, and empty ones where there are too few."""
+    share = window[rank::world]
+    missing = -(-len(window) // world) - len(share)
+    return share + [window[0][:0]] * missing
+
+
+class _Stream:
+    """Samples in their order, epoch after epoch, to be taken in pieces."""
+
+    def __init__(self, orders: Iterable[Tensor]) -> None:
+        self._epochs = iter(orders)
+        self._rest = next(self._epochs)
+
+    def take(self, sizes: Iterable[int]) -> list[Tensor]:
+        """Take pieces of these sizes; at the end of the stream the last one may be shorter, and there may be less."""
+        pieces = []
+        for size in sizes:
+            while len(self._rest) < size and (order := next(self._epochs, None)) is not None:
+                self._rest = torch.cat([self._rest, order])
+            if len(self._rest):
+                pieces.append(self._rest[:size])
+            self._rest = self._rest[size:]
+        return pieces
+
+
+def _until_empty(stream: _Stream, plans: Iterable[tuple[int, ...]]) -> Iterator[list[Tensor]]:
+    for sizes in plans:
+        window = stream.take(sizes)
+        if not window:
             return
-        yield rest[:size]
-        rest = rest[size:]
+        yield window

@@ -11,12 +11,14 @@ import pkgutil
 from accum_sweep.errors import ConfigError, Fault, nearest
 from accum_sweep.problems.base import Problem, ProblemParams
 
+NO_PROBLEMS = ("base", "corpus", "digits", "held_out", "hugging_face", "transformer")  # what problems are made of
+
 __all__ = ["Problem", "ProblemParams", "params_class"]
 
 
 def params_class(name: str) -> type[ProblemParams]:
     """Return the `Params` class of the problem called `name`; raise ConfigError if there is none."""
-    shipped = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base")
+    shipped = sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NO_PROBLEMS)
     module_name = name if "." in name else f"{__name__}.{name}"
     if "." not in name and name not in shipped:
         remedy = nearest(name, shipped, f"choose from {', '.join(shipped)}, or give a module's full name")

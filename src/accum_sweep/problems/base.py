@@ -5,7 +5,7 @@ This module and the `Params` classes import torch late, so that a configuration 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
     from accum_sweep.accumulate import Loss
 
+    Columns = tuple[Tensor, ...] | Mapping[str, Tensor]  # each (samples, ...)
+
 
 @dataclass(frozen=True)
 class Problem:
     """A model, its data and its loss, all on the CPU; the run moves them to its device."""
 
     model: nn.Module
-    train: tuple[Tensor, ...]  # each (samples, ...): the columns of a micro-batch
+    train: Columns  # what a micro-batch is cut from, and has the form of
     loss: Loss
     shuffle: bool = True  # a new order each epoch, by the seed; False: the order of the data
     evaluate: Callable[[nn.Module, torch.device], dict[str, float]] | None = None  # held-out metrics after training
+    blocks: tuple[str, ...] = ()  # names of the submodules that are checkpointed, or sharded over ranks, one by one
 
 
 class ProblemParams(BaseModel):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from accum_sweep.problems.base import Problem, ProblemParams
+from accum_sweep.problems.held_out import test_loss
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +32,22 @@ class Params(ProblemParams):
         default=None, description="one number a feature; null: torch's own, by seed"
     )
     initial_bias: FiniteFloat | None = Field(default=None, description="null: torch's own, by seed")
+    held_out: MiniBatch | None = Field(default=None, description="samples for test/loss; null: none are held out")
+
+    @field_validator("held_out")
+    @classmethod
+    def _held_out_fits(cls, held_out: MiniBatch | None, info: ValidationInfo) -> MiniBatch | None:
+        batches = info.data.get("batches")
+        if held_out and batches and (fault := _shape_fault(held_out, len(batches[0].x[0]))):
+            raise ValueError(f"{fault}; mend it, or set problem.held_out=null")
+        return held_out
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
         features = len(self.batches[0].x[0])
         for number, batch in enumerate(self.batches):
-            if len(batch.x) != len(batch.y):
-                raise ValueError(f"batches[{number}] has {len(batch.x)} rows in x but {len(batch.y)} values in y")
-            if any(len(row) != features for row in batch.x):
-                raise ValueError(f"batches[{number}] has rows of another length; every row of x needs {features}")
+            if fault := _shape_fault(batch, features):
+                raise ValueError(f"batches[{number}] {fault}")
         if self.initial_weight is not None and len(self.initial_weight) != features:
             raise ValueError(f"initial_weight has {len(self.initial_weight)} numbers for {features} features")
         if self.initial_bias is not None and not self.bias:
@@ -67,9 +75,17 @@ class Params(ProblemParams):
                 model.weight.copy_(torch.tensor([self.initial_weight], dtype=dtype))
             if self.initial_bias is not None:
                 model.bias.fill_(self.initial_bias)
-        x = torch.tensor([row for batch in self.batches for row in batch.x], dtype=dtype)
-        y = torch.tensor([value for batch in self.batches for value in batch.y], dtype=dtype).unsqueeze(1)
-        return Problem(model, (x, y), squared_error, shuffle=False)
+        evaluate = test_loss(squared_error, _columns([self.held_out], dtype)) if self.held_out else None
+        return Problem(model, _columns(self.batches, dtype), squared_error, shuffle=False, evaluate=evaluate)
+
+
+def _shape_fault(batch: MiniBatch, features: int) -> str | None:
+    """Say what is wrong with a mini-batch's shape; None if nothing is."""
+    if len(batch.x) != len(batch.y):
+        return f"has {len(batch.x)} rows in x but {len(batch.y)} values in y"
+    if any(len(row) != features for row in batch.x):
+        return f"has rows of another length; every row of x needs {features}"
+    return None
 
 
 def squared_error(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
@@ -78,3 +94,12 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, 
 
     x, y = batch
     return F.mse_loss(model(x), y, reduction="sum"), y.shape[0]
+
+
+def _columns(batches: list[MiniBatch], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """All samples of the mini-batches in their order: x (samples, features) and y (samples, 1)."""
+    import torch
+
+    x = torch.tensor([row for batch in batches for row in batch.x], dtype=dtype)
+    y = torch.tensor([value for batch in batches for value in batch.y], dtype=dtype)
+    return x, y.unsqueeze(1)

@@ -1,0 +1,54 @@
+"""The micro-batches of a training, gathered from a problem's data and sent to the device when their turn comes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accum_sweep.problems.base import Problem
+from accum_sweep.windows import share
+
+
+def gather(problem: Problem, index: Tensor, device: torch.device) -> Any:
+    """Return the samples at `index` as one batch, in the form of the problem's data."""
+
+    def pick(column: Tensor) -> Tensor:
+        return column[index].to(device)
+
+    if isinstance(problem.train, Mapping):
+        return {name: pick(column) for name, column in problem.train.items()}
+    return tuple(map(pick, problem.train))
+
+
+class Batches(Sequence[Any]):
+    """Batches made one at a time."""
+
+    def __init__(self, problem: Problem, indices: Sequence[Tensor], device: torch.device) -> None:
+        self.problem, self.indices, self.device = problem, indices, device  # each index (samples,)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, number: Any) -> Any:
+        return gather(self.problem, self.indices[number], self.device)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Sequence's own would keep each batch while it makes the next, and take an IndexError for the end.
+        return map(self.__getitem__, range(len(self)))
+
+
+class MicroBatches(Batches):
+    """One rank's micro-batches of a window; it knows the others' too, to compute the window again."""
+
+    def __init__(self, problem: Problem, window: list[Tensor], device: torch.device, rank: int, world: int) -> None:
+        super().__init__(problem, share(window, rank, world), device)
+        self.window = window
+
+    def whole(self, device: torch.device) -> Any:
+        """Return all samples of the window, on all ranks, as one batch."""
+        return gather(self.problem, torch.cat(self.window), device)
+
+    def pieces(self, device: torch.device) -> Batches:
+        """Return the micro-batches of all ranks."""
+        return Batches(self.problem, self.window, device)

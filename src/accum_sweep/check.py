@@ -1,0 +1,228 @@
+"""From what Hydra composed, as a plain dictionary, to a checked `Config`, or to one error that tells all faults.
+
+Reads and writes nothing. Rules of one setting stand beside it in `config.py`; rules between settings stand here.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from accum_sweep import launch
+from accum_sweep.config import Config, Tracking
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
+from accum_sweep.problems import ProblemParams, params_class
+from accum_sweep.sizes import SIZES, derive_length, derive_sizes
+
+# What is checked in the place of a setting that is wrong in itself.
+STAND_INS: dict[str, Any] = {
+    **dict.fromkeys((*SIZES, "steps", "epochs")),
+    "optimizer": {"name": "SGD"},
+    "lr": 0.0,
+    "normalization": "items",
+    "accum_schedule": None,
+    "last_window": "flush",
+    "seed": 0,
+    "clip_norm": None,
+    "clip_value": None,
+    "lr_schedule": "constant",
+    "warmup_steps": 0,
+    "on_nonfinite": "stop",
+    "batchnorm": "train",
+    "device": "auto",
+    "precision": "fp32",
+    "accumulator": None,
+    "checkpointing": False,
+    "compile": False,
+    "parallel": "ddp",
+    "sync_every_micro_batch": False,
+    "equivalence": "off",
+    "save_weights": False,
+    "tracking": {"backend": "none", "uri": None, "experiment": "none"},
+    "sweep": {"on_failure": "continue"},
+}
+
+
+def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
+    """Return the checked configuration with its sizes derived; raise ConfigError with every fault found.
+
+    torch, which takes a second to load, is asked for its opinion last, and only where there is no other fault.
+    """
+    raw = dict(composed)
+    faults: list[Fault] = []
+    bad: set[str] = set()
+    try:
+        raw["problem"] = _problem(raw.get("problem"))
+    except ConfigError as error:
+        faults += error.faults
+        bad.add("problem")
+        raw["problem"] = ProblemParams(name="unknown")
+    raw["processes"] = launch.world_size()
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        faults += list(_field_faults(error, Config))
+        bad |= {str(fault["loc"][0]) for fault in error.errors()}
+        # The rules between settings are checked on what is sound, so that all faults are told at once.
+        config = Config.model_validate(STAND_INS | {key: value for key, value in raw.items() if key not in bad})
+    if "problem" not in bad:
+        config, more = _with_derived(config, bad)
+        faults += more
+    faults += [fault for fault in _pair_faults(config) if fault.key not in bad]
+    if "tracking" not in bad:
+        faults += _secret_faults(config.tracking)
+    if not bad & {"optimizer", "lr"}:
+        faults += _optimizer_faults(config, with_torch and not faults)
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _problem(raw: object) -> ProblemParams:
+    """Return the parameters of the problem that `raw["name"]` names."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("name"), str):
+        raise ConfigError([Fault("problem", raw, "must be a problem with a name", "for example problem=linear")])
+    cls = params_class(raw["name"])
+    try:
+        return cls(**raw)
+    except ValidationError as error:
+        raise ConfigError(list(_field_faults(error, cls, "problem."))) from error
+
+
+def _field_faults(error: ValidationError, model: type[BaseModel], prefix: str = "") -> Iterator[Fault]:
+    """Put pydantic's findings into words: the key, the rule, the value and what to do."""
+    for finding in error.errors():
+        where = [str(part) for part in finding["loc"]]
+        key = prefix + ".".join(where)
+        if finding["type"] == "extra_forbidden":
+            yield Fault(key, finding["input"], "is no known key", nearest(where[-1], model.model_fields, "take it out"))
+            continue
+        field = _field(model, where)
+        if finding["type"] == "missing":
+            yield Fault(key, "(missing)", str(field.description) if field else "must be there", "leave it in")
+            continue
+        value = finding["input"] if where else "..."
+        if field is not None and field.examples:
+            yield Fault(key, value, str(field.description), f"for example {key}={field.examples[0]}")
+        else:
+            rule = finding["msg"].removeprefix("Value error, ")
+            remedy = f"{key} is {field.description}" if field is not None and field.description else "see --cfg job"
+            yield Fault(key.rstrip("."), value, rule, remedy)
+
+
+def _field(model: type[BaseModel], where: list[str]) -> Any:
+    """Return the declaration of the setting at `where`, or None where it is deeper than a declaration goes."""
+    field = model.model_fields.get(where[0]) if where else None
+    for part in where[1:]:
+        inner = getattr(field, "annotation", None)
+        field = inner.model_fields.get(part) if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+    return field
+
+
+def _with_derived(config: Config, bad: set[str]) -> tuple[Config, list[Fault]]:
+    """Fill in sizes and length where what they follow from is sound; return the faults found on the way."""
+    problem, faults = config.problem, list[Fault]()
+    sizes = None
+    if not bad & set(SIZES):
+        try:
+            sizes = _sizes(config)
+            config = config.model_copy(update=dict(zip(SIZES, sizes, strict=True)))
+        except ConfigError as error:
+            faults += error.faults
+    if not bad & {"steps", "epochs"}:
+        try:
+            steps, epochs = derive_length(config.steps, config.epochs, problem)
+            config = config.model_copy(update={"steps": steps, "epochs": epochs})
+            if sizes is not None:
+                _check_length(config)
+        except ConfigError as error:
+            faults += error.faults
+    return config, faults
+
+
+def _sizes(config: Config) -> tuple[int | None, int | None, int | None]:
+    """Return the three sizes; under a schedule only the micro-batch's is the same in every window."""
+    accum, exact = config.accum_steps, config.normalization == "items"
+    if config.accum_schedule is not None:
+        for key in ("accum_steps", "effective_batch_size"):
+            if (value := getattr(config, key)) is not None:
+                rule = "excludes accum_schedule, which says how many micro-batches each window has"
+                raise ConfigError([Fault(key, value, rule, "give one of them, and micro_batch_size")])
+        accum = config.accum_schedule[0][1]
+    sizes = derive_sizes(
+        accum, config.micro_batch_size, config.effective_batch_size, config.problem, config.processes, exact
+    )
+    return (None, sizes[1], None) if config.accum_schedule is not None else sizes
+
+
+def _check_length(config: Config) -> None:
+    """Raise ConfigError where no window would be full, or the training ends before it has warmed up."""
+    problem = config.problem
+    too_short = sum(next(config.plan(0))) > problem.train_samples
+    if config.epochs is not None and config.last_window == "drop" and too_short:
+        rule = f"an epoch of {problem.train_samples} samples holds no full window, so there would be no step"
+        remedy = "use last_window=flush or carry, or a smaller window"
+        raise ConfigError([Fault("last_window", "drop", rule, remedy)])
+    if config.steps is not None and config.warmup_steps > config.steps:
+        rule = f"is more than the {config.steps} steps there are"
+        raise ConfigError([Fault("warmup_steps", config.warmup_steps, rule, "lower it, or raise steps")])
+
+
+def _pair_faults(config: Config) -> Iterator[Fault]:
+    """Find settings that exclude each other, and settings that would do nothing."""
+    alone, several = config.processes == 1, f"{config.processes} processes"
+    if config.clip_norm is not None and config.clip_value is not None:
+        both = f"{config.clip_norm} with clip_value={config.clip_value}"
+        yield Fault("clip_norm", both, "clip_norm and clip_value exclude each other", "give one of them")
+    if config.device == "mps" and config.precision in ("fp64", "tf32"):
+        rule = f"device=mps has no {config.precision}"
+        yield Fault("precision", config.precision, rule, "use precision=fp32 or device=cpu")
+    if config.device == "cpu" and config.precision == "tf32":
+        yield Fault("precision", "tf32", "only CUDA devices have TF32", "use precision=fp32 or device=cuda")
+    if config.accumulator is not None and config.precision != "bf16-params":
+        rule = f"changes nothing under precision={config.precision}, whose gradients are no less precise"
+        yield Fault("accumulator", config.accumulator, rule, "leave it out, or use precision=bf16-params")
+    if config.accumulator is not None and not alone:
+        rule = f"cannot be used by {several}, which synchronize the gradients themselves"
+        yield Fault("accumulator", config.accumulator, rule, "leave it out, or use precision=bf16")
+    if config.batchnorm == "corrected_momentum" and config.accum_schedule is not None:
+        rule = "needs windows of one length, but accum_schedule changes it"
+        yield Fault("batchnorm", config.batchnorm, rule, "use batchnorm=train or eval")
+    if config.parallel == "fsdp" and alone:
+        yield Fault("parallel", "fsdp", "needs several processes", "start with torchrun --nproc-per-node=2")
+    if config.sync_every_micro_batch and alone:
+        rule = "changes nothing in one process"
+        yield Fault("sync_every_micro_batch", "true", rule, "leave it out, or start with torchrun")
+    if config.parallel == "fsdp" and not alone:
+        if config.precision == "fp16":
+            rule = "cannot be used with parallel=fsdp: each rank would see the overflows of its own part only"
+            yield Fault("precision", "fp16", rule, "use precision=bf16 or parallel=ddp")
+        if config.clip_value is not None:
+            rule = "cannot be used with parallel=fsdp"
+            yield Fault("clip_value", config.clip_value, rule, "use clip_norm or parallel=ddp")
+    if config.compile and not alone:
+        yield Fault("compile", "true", f"cannot be used by {several}", "leave it out")
+
+
+def _secret_faults(tracking: Tracking) -> list[Fault]:
+    """A password in the config would end up in files, parameters and logs; the environment is the place for it."""
+    if tracking.uri and without_secrets(tracking.uri) != tracking.uri:
+        rule, remedy = "must not hold a password", "export MLFLOW_TRACKING_URI and leave tracking.uri out"
+        return [Fault("tracking.uri", tracking.uri, rule, remedy)]
+    return []
+
+
+def _optimizer_faults(config: Config, with_torch: bool) -> list[Fault]:
+    """Let torch.optim judge its own arguments, on one throw-away weight."""
+    if not isinstance(config.optimizer.get("name"), str):
+        return [Fault("optimizer.name", config.optimizer.get("name"), "must name a class in torch.optim", "e.g. SGD")]
+    if not with_torch:
+        return []
+    from accum_sweep.optimizers import probe
+
+    try:
+        probe(config.optimizer, config.lr)
+    except UserError as error:
+        settings = " ".join(f"{key}={value}" for key, value in config.optimizer.items() if key != "name")
+        return [Fault("optimizer", f"{config.optimizer['name']} {settings}".strip(), str(error), "see torch.optim")]
+    return []

@@ -1,0 +1,265 @@
+"""Is an accumulated gradient the full batch's? Numbers first, then a verdict, and why.
+
+torch only. Compared are gradients, because losses agree to a few parts in a thousand where gradients are off by half,
+and before clipping and the optimizer, because constant clipping and Adam hide a wrong divisor.
+
+**Tolerance** of the relative L2 error, for arithmetic that rounds by u, gradients that are summed with a rounding of
+v, and k micro-batches:
+
+    16 v sqrt(k)  +  4 u where u > v
+
+Each of the k additions rounds the sum by at most v; roundings are as good as independent, so they grow like sqrt(k)
+(Higham, Accuracy and Stability of Numerical Algorithms, 2.8 and 4.2), and forward and backward of either side add a
+few more of their own: 16 leaves room for those. Matrix products in a lower precision round each entry by u on either
+side; they are not summed in it, so this does not grow. With gradients in bfloat16, v is still float32's: that they are
+summed too coarsely is what the verdict has to find. Largest measured: 5e-16 in fp64, 3e-7 in fp32, 2.4e-3 in bf16.
+
+**Rounding noise.** Where gradients of opposite sign cancel, near the end of a training say, rounding alone makes them
+differ by more. The full batch is then run once more with every weight moved by its last digit, up or down; what differs
+by no more than 4 times what that does is rounding.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from accum_sweep import ranks
+from accum_sweep.accumulate import Loss, Normalization, accumulate_gradients
+
+Outcome = Literal["equivalent", "different", "not comparable"]
+COARSE = 0.3  # how far summing in 8 bits may shrink or stretch a gradient; a wrong divisor is farther off
+FEW = 8  # counts that are listed in a reason
+
+Gradient = list[Tensor]  # by parameter that requires one
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The gradient of the mean loss of one full batch, in one forward and backward."""
+
+    gradient: Gradient
+    loss: float  # mean over items
+    items: int
+    draws: bool  # whether the model drew random numbers on the way
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found. The numbers are None where there is nothing to compare with."""
+
+    outcome: Outcome
+    reason: str
+    relative_error: float | None = None  # L2 distance of the gradients, over the norm of the full batch's
+    cosine: float | None = None
+    tolerance: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is judged: one window's gradient, and all it takes to compute it again.
+
+    `micro_batches` and `batch` hold the same samples, those of all ranks. `model` is a copy of the model at the
+    weights the gradient was taken at. `unit` is the arithmetic's rounding, `scale` a factor for gradients that might
+    underflow.
+    """
+
+    model: nn.Module
+    loss: Loss
+    micro_batches: Sequence[Any]
+    batch: Any
+    gradient: Gradient
+    items: int  # that the window counted
+    mean_loss: float  # that the window reported
+    counts: Sequence[int]  # items by micro-batch, of one rank
+    normalization: Normalization
+    unit: float
+    scale: float = 1.0
+
+
+def tolerance(unit: float, summed_with: float, micro_batches: int) -> float:
+    """Return the largest relative error that rounding explains; the module says why."""
+    return 16 * summed_with * math.sqrt(micro_batches) + (4 * unit if unit > summed_with else 0.0)
+
+
+def full_batch(model: nn.Module, batch: Any, loss: Loss, scale: float = 1.0) -> Reference:
+    """Compute the reference. `.grad` is left as it is; buffers and random state may move."""
+    parameters = trainable(model)
+    before = random_state()
+    loss_sum, items = loss(model, batch)
+    draws = any(not torch.equal(a, b) for a, b in zip(before, random_state(), strict=True))
+    weight = torch.full_like(loss_sum, scale / int(items))
+    found = torch.autograd.grad(loss_sum, parameters, weight, allow_unused=True)
+    gradient = [dense(g, p).div_(scale) for g, p in zip(found, parameters, strict=True)]
+    return Reference(gradient, float(loss_sum.detach()) / int(items), int(items), draws)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that take a gradient, shared ones once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """Return a copy of a gradient, whole and dense; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros_like(ranks.whole(parameter.detach()))
+    whole = ranks.whole(gradient.detach())
+    return whole.to_dense() if whole.is_sparse else whole.clone()
+
+
+def compare(found: Gradient, expected: Gradient) -> tuple[float, float]:
+    """Return relative L2 error and cosine over all parameters together, in float64. Two zeros are equal."""
+    distance, norm, other = (
+        _distance(found, expected),
+        math.sqrt(_dot(expected, expected)),
+        math.sqrt(_dot(found, found)),
+    )
+    if norm == 0 or other == 0:
+        return (0.0, 1.0) if norm == other else (math.inf, 0.0)
+    return distance / norm, _dot(found, expected) / (norm * other)
+
+
+def judge(case: Case, reference: Reference) -> Verdict:
+    """Say whether the case's gradient is the reference's."""
+    pieces = sum(len(_first(micro_batch)) > 0 for micro_batch in case.micro_batches)
+    summed_with = torch.finfo(torch.float64 if case.gradient[0].dtype == torch.float64 else torch.float32).eps / 2
+    allowed = tolerance(case.unit, summed_with, pieces)
+    error, cosine = compare(case.gradient, reference.gradient)
+    numbers = {"relative_error": error, "cosine": cosine, "tolerance": allowed}
+    if pieces > 1 and (reason := _incomparable(case.model, reference)):
+        return Verdict("not comparable", reason, **numbers)
+    if case.items != reference.items:
+        reason = f"different data: the window counted {case.items} items, its full batch has {reference.items}"
+        return Verdict("different", reason, **numbers)
+    if _close(case.gradient, case.mean_loss, reference, allowed):
+        return Verdict("equivalent", "", **numbers)
+    again = _accumulated_again(case)
+    # Rounding is an excuse only where careful accumulation of the same micro-batches misses the full batch as well.
+    if not _close(again.gradient, again.mean_loss, reference, allowed) and _is_noise(case, reference, allowed):
+        return Verdict("equivalent", "the gradient is so small that its last digits are rounding", **numbers)
+    return Verdict("different", _why(case, reference, again, allowed, pieces), **numbers)
+
+
+def _incomparable(model: nn.Module, reference: Reference) -> str | None:
+    """Say what makes a sample's gradient depend on the micro-batch it is in, or on chance."""
+    norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
+    if norms:
+        return f"BatchNorm in training mode ({_listed(norms)}) takes its statistics from the micro-batch"
+    if reference.draws:
+        layers = [
+            name
+            for name, module in model.named_modules()
+            if "drop" in type(module).__name__.lower() and getattr(module, "p", True) and module.training
+        ]
+        where = f" ({_listed(layers)})" if layers else ""
+        return f"the model draws random numbers in training, as dropout does{where}: each micro-batch draws its own"
+    return None
+
+
+def _close(gradient: Gradient, mean_loss: float, reference: Reference, allowed: float) -> bool:
+    loss_error = abs(mean_loss - reference.loss)
+    return compare(gradient, reference.gradient)[0] <= allowed and loss_error <= allowed * abs(reference.loss)
+
+
+def _is_noise(case: Case, reference: Reference, allowed: float) -> bool:
+    """Tell whether gradient and loss differ by what moving the weights by their last digit does."""
+    noise, loss_noise = _noise(case, reference)
+    loss_error = abs(case.mean_loss - reference.loss)
+    return _distance(case.gradient, reference.gradient) <= 4 * noise and loss_error <= max(
+        4 * loss_noise, allowed * abs(reference.loss)
+    )
+
+
+def _why(case: Case, reference: Reference, again: "_Again", allowed: float, pieces: int) -> str:
+    """Name the cause, after trying it."""
+    if compare(case.gradient, reference.gradient)[0] <= allowed:
+        return f"the loss it reports is {case.mean_loss:.4g}, the full batch's is {reference.loss:.4g}"
+    additive = abs(again.mean_loss - reference.loss) <= max(allowed, 1e-5) * abs(reference.loss)
+    if not additive:
+        losses = f"{again.mean_loss:.4g} an item over its micro-batches, {reference.loss:.4g} over the full batch"
+        return f"the loss is no sum over items ({losses}): is reduction='sum' or a count missing?"
+    if compare(again.gradient, reference.gradient)[0] > 4 * allowed:
+        return "something in the model or the loss couples the samples of a micro-batch"
+    factor = _dot(case.gradient, reference.gradient) / (_dot(reference.gradient, reference.gradient) or math.nan)
+    scaled = [factor * gradient for gradient in reference.gradient]
+    counts = _listed([str(count) for count in case.counts])
+    if case.normalization == "mean" and len(set(case.counts)) > 1:
+        return f"mean gives micro-batches of {counts} items the same weight; use normalization=items"
+    dtype = case.gradient[0].dtype
+    if dtype in (torch.bfloat16, torch.float16) and abs(factor - 1) < COARSE:
+        name = str(dtype).removeprefix("torch.")
+        return f"low-precision accumulator: {pieces} gradients summed in {name}; use accumulator=fp32"
+    if compare(case.gradient, scaled)[0] <= 4 * allowed:
+        cause = f" (sum: {pieces} micro-batches, never divided)" if case.normalization == "sum" else ""
+        return f"the gradient is {factor:.4g} times the full batch's{cause}"
+    if case.normalization == "sum":
+        return f"sum adds {pieces} micro-batches of {counts} items, each divided by its own"
+    return "the gradients were not accumulated rightly: summed one by one, they do give the full batch's"
+
+
+@dataclass(frozen=True)
+class _Again:
+    gradient: Gradient
+    mean_loss: float
+
+
+def _accumulated_again(case: Case) -> _Again:
+    """Accumulate the same micro-batches on the copy, to tell a wrong loop from a model that is not additive."""
+    case.model.zero_grad()
+    window = accumulate_gradients(case.model, case.micro_batches, case.loss, accumulator=_wide(case.gradient[0].dtype))
+    gradient = [dense(parameter.grad, parameter) for parameter in trainable(case.model)]
+    case.model.zero_grad()
+    loss = math.fsum(torch.stack(window.loss_sums).tolist()) / max(1, window.total_items)
+    return _Again(gradient, loss)
+
+
+def _noise(case: Case, reference: Reference) -> tuple[float, float]:
+    """Return how far the full batch's gradient, and its loss, move with the last digit of the weights."""
+    generator = torch.Generator().manual_seed(0)
+    before = [parameter.detach().clone() for parameter in trainable(case.model)]
+    with torch.no_grad():
+        for parameter in trainable(case.model):
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).mul_(2).sub_(1).to(parameter.device)
+            unit = max(case.unit, torch.finfo(parameter.dtype).eps / 2)
+            parameter.mul_(1 + 2 * unit * signs.to(parameter.dtype))
+    moved = full_batch(case.model, case.batch, case.loss, case.scale)
+    with torch.no_grad():
+        for parameter, value in zip(trainable(case.model), before, strict=True):
+            parameter.copy_(value)
+    return _distance(moved.gradient, reference.gradient), abs(moved.loss - reference.loss)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _distance(found: Gradient, expected: Gradient) -> float:
+    pairs = zip(found, expected, strict=True)
+    return math.sqrt(math.fsum(float((_exact(a, b) - _exact(b, b)).square().sum()) for a, b in pairs))
+
+
+def _dot(a: Gradient, b: Gradient) -> float:
+    return math.fsum(float((_exact(x, y) * _exact(y, y)).sum()) for x, y in zip(a, b, strict=True))
+
+
+def _exact(tensor: Tensor, beside: Tensor) -> Tensor:
+    """Return the tensor in float64, on the other's device; Apple's GPUs know no float64."""
+    return tensor.to("cpu" if beside.device.type == "mps" else beside.device).double()
+
+
+def random_state() -> list[Tensor]:
+    """Return the state of torch's global generators, the CPU's first."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
+def _first(batch: Any) -> Any:
+    """Return a tensor of the batch, whose length is its number of samples."""
+    return batch if isinstance(batch, Tensor) else next(iter(batch.values() if hasattr(batch, "values") else batch))
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words[:FEW]) + (f" and {len(words) - FEW} more" if len(words) > FEW else "")
