@@ -18,7 +18,12 @@ SCRIPT = Path(sysconfig.get_path("scripts")) / "accum-sweep"
 def test_help_explains_itself_with_examples(cli: Cli) -> None:
     done = cli("--help")
     assert done.returncode == 0, done.stderr
-    for words in ("-m accum_steps=1,2,4,8", "summary latest --csv", "problem: digits_mlp, linear", "accum_steps:"):
+    for words in (
+        "-m accum_steps=1,2,4,8",
+        "summary latest --csv",
+        "problem: causal_lm, char_gpt, custom, digits_cnn, digits_mlp, linear",
+        "accum_steps:",
+    ):
         assert words in done.stdout
     assert "usage: python -m accum_sweep summary" in cli("summary", "--help").stdout
 
@@ -49,7 +54,8 @@ def test_tab_completion_knows_groups_and_keys(tmp_path: Path) -> None:
             command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=True
         ).stdout.split()
 
-    assert complete("accum-sweep problem=") == ["problem=digits_mlp", "problem=linear"]
+    shipped = ["causal_lm", "char_gpt", "custom", "digits_cnn", "digits_mlp", "linear"]
+    assert complete("accum-sweep problem=") == [f"problem={name}" for name in shipped]
     assert complete("accum-sweep accum") == ["accum_steps="]
     installed = subprocess.run([SCRIPT, "-sc", "install=bash"], capture_output=True, text=True, check=True).stdout
     assert "complete" in installed

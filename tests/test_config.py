@@ -1,5 +1,7 @@
 """Rules and derived sizes, the errors that tell them, and what makes two runs the same."""
 
+from itertools import islice
+
 import pytest
 
 from accum_sweep.check import check
@@ -8,6 +10,9 @@ from accum_sweep.config import Config, flatten, run_key
 from accum_sweep.errors import ConfigError, nearest
 
 DIGITS = "problem=digits_mlp"
+
+
+MEAN = "normalization=mean"
 
 
 def checked(*overrides: str) -> Config:
@@ -40,7 +45,8 @@ def test_the_textbook_takes_its_mini_batches_as_written() -> None:
     assert sizes() == (4, 2, 8)
     uneven = "problem.batches=[{x:[[1,1]],y:[1]},{x:[[1,2],[2,1]],y:[1,2]}]"
     assert sizes(uneven, "accum_steps=2") == (2, None, None)
-    assert checked(uneven).micro_batch_sizes == (1, 2)
+    assert next(checked(uneven).plan(0)) == (1, 2)
+    assert next(checked(uneven, "accum_steps=3").plan(5)) == (1, 2, 1), "they begin anew"
     assert sizes(uneven) == (2, None, None), "as many as there are mini-batches"
     assert sizes(uneven, "micro_batch_size=1") == (2, 1, 2)
 
@@ -99,8 +105,8 @@ def test_edges_that_are_valid(word: str) -> None:
         ([DIGITS, "problem.test_samples=1797"], ["problem.test_samples"]),
         ([DIGITS, "micro_batch_size=1438"], ["micro_batch_size"]),
         ([DIGITS, "effective_batch_size=2000"], ["micro_batch_size"]),
-        ([DIGITS, "effective_batch_size=64", "accum_steps=3"], ["effective_batch_size"]),
-        ([DIGITS, "effective_batch_size=64", "micro_batch_size=24"], ["effective_batch_size"]),
+        ([DIGITS, "effective_batch_size=64", "accum_steps=3", MEAN], ["effective_batch_size"]),
+        ([DIGITS, "effective_batch_size=64", "micro_batch_size=24", MEAN], ["effective_batch_size"]),
         ([DIGITS, "effective_batch_size=2", "accum_steps=4"], ["effective_batch_size"]),
         ([DIGITS, "accum_steps=4", "micro_batch_size=8", "effective_batch_size=64"], ["accum_steps"]),
         ([DIGITS, "epochs=1", "last_window=drop", "accum_steps=100"], ["last_window"]),
@@ -109,7 +115,36 @@ def test_edges_that_are_valid(word: str) -> None:
         (["tracking.uri='postgresql://host/db?user=me&password=secret'"], ["tracking.uri"]),
         (["epochs=1", "last_window=drop", "accum_steps=5"], ["last_window"]),
         (["lr=-1", "accum_steps=0", "seed=x", "steps=1", "epochs=1"], ["lr", "accum_steps", "seed", "steps"]),
-        ([DIGITS, "lr=-1", "effective_batch_size=64", "accum_steps=3"], ["lr", "effective_batch_size"]),
+        ([DIGITS, "lr=-1", "effective_batch_size=64", "accum_steps=3", MEAN], ["lr", "effective_batch_size"]),
+        (["accum_schedule={1:2}"], ["accum_schedule"]),
+        (["accum_schedule={0:0}"], ["accum_schedule.0.1"]),
+        (["accum_schedule={}"], ["accum_schedule"]),
+        (["accum_schedule=4"], ["accum_schedule"]),
+        (["accum_schedule={0:1}", "accum_steps=2"], ["accum_steps"]),
+        (["accum_schedule={0:1}", "effective_batch_size=2"], ["effective_batch_size"]),
+        (["accum_schedule={0:1}", "batchnorm=corrected_momentum"], ["batchnorm"]),
+        (["clip_norm=0"], ["clip_norm"]),
+        (["clip_norm=inf"], ["clip_norm"]),
+        (["clip_value=-1"], ["clip_value"]),
+        (["clip_norm=1", "clip_value=1"], ["clip_norm"]),
+        (["lr_schedule=linear"], ["lr_schedule"]),
+        (["warmup_steps=-1"], ["warmup_steps"]),
+        (["warmup_steps=2", "steps=1"], ["warmup_steps"]),
+        (["on_nonfinite=ignore"], ["on_nonfinite"]),
+        (["batchnorm=off"], ["batchnorm"]),
+        (["precision=fp8"], ["precision"]),
+        (["device=cpu", "precision=tf32"], ["precision"]),
+        (["accumulator=fp64"], ["accumulator"]),
+        (["accumulator=fp32"], ["accumulator"]),
+        (["checkpointing=1"], []),
+        (["checkpointing=maybe"], ["checkpointing"]),
+        (["compile=maybe"], ["compile"]),
+        (["parallel=pipeline"], ["parallel"]),
+        (["parallel=fsdp"], ["parallel"]),
+        (["sync_every_micro_batch=true"], ["sync_every_micro_batch"]),
+        (["equivalence=always"], ["equivalence"]),
+        (["last_window=keep"], ["last_window"]),
+        (["+processes=2"], ["processes"]),
         (["+spede=3"], ["spede"]),
         (["acum_steps=3", "lrr=2", "lr=-1"], ["acum_steps", "lrr", "lr"]),
     ],
@@ -132,12 +167,37 @@ def test_a_password_is_not_repeated_in_an_error(key: str, uri: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
-def test_remedies_are_sizes_that_work() -> None:
-    for words in (["accum_steps=3", "effective_batch_size=64"], ["micro_batch_size=24", "effective_batch_size=64"]):
-        with pytest.raises(ConfigError) as caught:
-            checked(DIGITS, *words)
-        remedy = caught.value.faults[0].remedy.split()[-1]
-        assert checked(DIGITS, words[0], f"effective_batch_size={remedy}")
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        (["effective_batch_size=64", "micro_batch_size=10"], (10, 10, 10, 10, 10, 10, 4)),
+        (["effective_batch_size=64", "accum_steps=3"], (22, 22, 20)),
+        (["effective_batch_size=9", "accum_steps=6"], (2, 2, 2, 1, 1, 1)),
+        (["effective_batch_size=64", "accum_steps=4"], (16, 16, 16, 16)),
+        (["effective_batch_size=5", "micro_batch_size=8"], (5,)),
+    ],
+)
+def test_an_effective_batch_need_not_divide_where_items_are_weighed(words: list[str], sizes: tuple[int, ...]) -> None:
+    config = checked(DIGITS, *words)
+    assert next(config.plan(0)) == next(config.plan(7)) == sizes
+    assert config.accum_steps == len(sizes)
+    assert config.micro_batch_size is not None
+    assert max(sizes) <= config.micro_batch_size
+
+
+def test_a_schedule_says_how_long_a_window_is() -> None:
+    config = checked(DIGITS, "accum_schedule={100:4,0:1}", "micro_batch_size=8")
+    assert [config.accum_steps_at(step) for step in (0, 99, 100, 5000)] == [1, 1, 4, 4]
+    assert list(islice(config.plan(99), 2)) == [(8,), (8, 8, 8, 8)]
+    assert (config.accum_steps, config.micro_batch_size, config.effective_batch_size) == (None, 8, None)
+
+
+def test_several_processes_share_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert sizes(DIGITS, "effective_batch_size=64", "accum_steps=2") == (2, 16, 64)
+    assert sizes(DIGITS, "accum_steps=2", "micro_batch_size=8") == (2, 8, 32)
+    assert next(checked(DIGITS, "effective_batch_size=64", "accum_steps=3").plan(0)) == (11,) * 5 + (9,)
+    assert sizes() == (2, 2, 8), "the four mini-batches of the textbook are two for each"
 
 
 @pytest.mark.parametrize(
@@ -152,6 +212,7 @@ def test_remedies_are_sizes_that_work() -> None:
         ["steps=1.0"],
         ["problem.default_accum_steps=4"],
         ["steps=1", "last_window=drop"],
+        ["equivalence=every_step"],
     ],
 )
 def test_the_run_key_does_not_move_with_what_cannot_change_the_result(words: list[str]) -> None:
@@ -173,6 +234,15 @@ def test_the_run_key_does_not_move_with_what_cannot_change_the_result(words: lis
         ["problem.bias=false"],
         ["micro_batch_size=1"],
         [DIGITS],
+        ["clip_norm=1"],
+        ["clip_value=1"],
+        ["lr_schedule=cosine"],
+        ["warmup_steps=1"],
+        ["on_nonfinite=skip"],
+        ["batchnorm=eval"],
+        ["checkpointing=true"],
+        ["compile=true"],
+        ["accum_schedule={0:4}"],
     ],
 )
 def test_the_run_key_moves_with_what_can(words: list[str]) -> None:

@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         ("digits_cnn problem.test_samples=1797", ["problem.test_samples=1797", "less than 1797"]),
         ("linear problem.held_out={x:[[1]],y:[1]}", ["problem.held_out=", "needs 2", "problem.held_out=null"]),
         ("linear problem.held_out={x:[[1,2]],y:[]}", ["problem.held_out.y=[]", "at least 1"]),
-        ("linear problem.held_out.y=[1]", ["problem.held_out=", "4 rows in x but 1 values in y"]),
+        ("linear problem.held_out={x:[[1,2],[3,4]],y:[1]}", ["problem.held_out=", "2 rows in x but 1 values in y"]),
         ("custom", ["problem.factory=null", "package.module:function", "problem.samples=null", "1 or more"]),
         ("char_gpt problem.width=63 problem.heads=4", ["problem.width=63", "multiple of problem.heads=4", "is 64"]),
         ("char_gpt problem.dropout=1", ["problem.dropout=1", "less than 1"]),

@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ from torch import Tensor, nn
 
 import accum_sweep
 from accum_sweep import training
+from accum_sweep.batches import MicroBatches
 from accum_sweep.check import check
 from accum_sweep.compose import compose
 from accum_sweep.errors import UserError
 from accum_sweep.execute import execute
-from accum_sweep.history import History, Scalars
-from accum_sweep.problems import Problem, digits_mlp, linear
+from accum_sweep.history import History
+from accum_sweep.problems import Problem, digits, digits_mlp, linear
 from accum_sweep.record import Identity, Record
-from accum_sweep.training import MicroBatches
+from accum_sweep.referee import Referee
 
 CPU = torch.device("cpu")
 DIGITS = ["problem=digits_mlp", "tracking=none", "device=cpu"]
@@ -30,8 +32,14 @@ def run_here(folder: Path, *overrides: str) -> Record:
     return execute(check(compose([*overrides, "tracking=none", "device=cpu"])), folder, Identity("r", "r", []))
 
 
+def micro_batches(samples: int) -> MicroBatches:
+    """Three micro-batches of four, of data that may be too short for them."""
+    problem = Problem(nn.Linear(3, 1), (torch.rand(samples, 3),), linear.squared_error)
+    return MicroBatches(problem, list(torch.arange(12).split(4)), CPU, rank=0, world=1)
+
+
 def test_one_micro_batch_is_held_at_a_time() -> None:
-    batches = MicroBatches((torch.rand(12, 3),), torch.arange(12).split(4), CPU)
+    batches = micro_batches(12)
     seen: list[weakref.ref[Tensor]] = []
     alive = []
     for batch in batches:
@@ -44,13 +52,13 @@ def test_one_micro_batch_is_held_at_a_time() -> None:
 
 
 def test_an_index_beyond_the_data_is_an_error_and_not_the_end() -> None:
-    batches = MicroBatches((torch.rand(10, 3),), torch.arange(12).split(4), CPU)
+    batches = micro_batches(10)
     with pytest.raises(IndexError):
         list(batches)
 
 
 def test_data_that_is_not_as_long_as_said_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits_mlp, "_digits", lambda: (torch.rand(1400, 64), torch.zeros(1400, dtype=torch.int64)))
+    monkeypatch.setattr(digits, "load", lambda: (torch.rand(1400, 64), torch.zeros(1400, dtype=torch.int64)))
     record = run_here(tmp_path, "problem=digits_mlp", "epochs=1")
     assert record.status == "failed"
     assert "says that it has 1437 training samples, but column 0 of its data has 1400" in (record.reason or "")
@@ -78,15 +86,20 @@ def test_speed_is_the_median_over_steps(workdir: Path) -> None:
 def test_the_clock_does_not_count_what_happens_between_steps(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     monkeypatch.setattr("accum_sweep.device.time.perf_counter", lambda: float(next(ticks)))
-    original = History.add
+    for cls, name in ((History, "add"), (Referee, "watch"), (Referee, "ended")):
+        monkeypatch.setattr(cls, name, slowly(getattr(cls, name), ticks))
+    assert accum_sweep.run(["tracking=none", "steps=3", "equivalence=off"]).metrics["train_seconds"] == 3
+    # A step that is judged is timed in two pieces, before and after.
+    assert accum_sweep.run(["tracking=none", "steps=3", "equivalence=every_step"]).metrics["train_seconds"] == 6
 
-    def slow(self: History, step: object) -> None:
+
+def slowly(original: Callable[..., None], ticks: Iterator[int]) -> Callable[..., None]:
+    def slow(*arguments: object) -> None:
         for _ in range(100):
             next(ticks)
-        original(self, step)  # type: ignore[arg-type]
+        original(*arguments)
 
-    monkeypatch.setattr(History, "add", slow)
-    assert accum_sweep.run(["tracking=none", "steps=3"]).metrics["train_seconds"] == 3
+    return slow
 
 
 class Interrupted(linear.Params):
@@ -175,15 +188,6 @@ def test_held_out_metrics_may_be_tensors(tmp_path: Path, monkeypatch: pytest.Mon
     assert run_here(tmp_path, "problem=digits_mlp", "epochs=1").metrics["test/x"] == 0.5
 
 
-def test_scalars_are_packed_and_come_back_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accum_sweep.history.PACK_EVERY", 4)
-    scalars = Scalars()
-    for start in range(0, 21, 3):
-        scalars.extend([torch.tensor(float(start + offset)) for offset in range(3)])
-    assert scalars.tolist() == [float(number) for number in range(21)]
-    assert len(scalars._packed) > 1
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 def test_cuda_gives_one_peak_run_after_run_and_the_weights_of_the_cpu(workdir: Path) -> None:
@@ -198,4 +202,4 @@ def test_cuda_gives_one_peak_run_after_run_and_the_weights_of_the_cpu(workdir: P
 
 def test_the_training_so_far_is_empty_before_it_begins() -> None:
     so_far = training.Training()
-    assert so_far.history.series() == {"train/loss": [], "train/grad_norm": [], "train/micro_loss": []}
+    assert so_far.history.series() == {"train/loss": [], "train/grad_norm": [], "train/lr": [], "train/micro_loss": []}

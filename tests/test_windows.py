@@ -1,20 +1,34 @@
 """Which samples a step sees: by the seed and the effective batch, however it is split."""
 
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import chain, count, cycle, islice
 
 import pytest
 import torch
 
-from accum_sweep.windows import sample_order, windows_by_epochs, windows_by_steps
+from accum_sweep.windows import LastWindow, Plan, sample_order, share, windows_by_epochs, windows_by_steps
+
+
+def plan(accum_steps: int, sizes: tuple[int, ...]) -> Plan:
+    """Windows of `accum_steps` micro-batches whose sizes come in turns."""
+
+    def windows(_: int) -> Iterator[tuple[int, ...]]:
+        turns = cycle(sizes)
+        while True:
+            yield tuple(islice(turns, accum_steps))
+
+    return windows
 
 
 def by_steps(samples: int, accum_steps: int, sizes: tuple[int, ...], steps: int, seed: int | None = 0):
-    windows = windows_by_steps(sample_order(samples, seed), accum_steps, sizes, steps)
+    windows = windows_by_steps(sample_order(samples, seed), plan(accum_steps, sizes), steps)
     return [[index.tolist() for index in window] for window in windows]
 
 
-def by_epochs(samples: int, accum_steps: int, sizes: tuple[int, ...], epochs: int, last: str, seed: int | None = None):
-    windows = windows_by_epochs(sample_order(samples, seed), accum_steps, sizes, epochs, last)
+def by_epochs(
+    samples: int, accum_steps: int, sizes: tuple[int, ...], epochs: int, last: LastWindow, seed: int | None = None
+):
+    windows = windows_by_epochs(sample_order(samples, seed), plan(accum_steps, sizes), epochs, last)
     return [[index.tolist() for index in window] for window in windows]
 
 
@@ -37,19 +51,46 @@ def test_an_epoch_ends_with_a_short_window_that_is_flushed_or_dropped() -> None:
     assert by_epochs(3, 8, (2,), 1, "flush") == [[[0, 1], [2]]]
 
 
+def test_a_short_last_window_is_carried_into_the_next_epoch() -> None:
+    assert by_epochs(5, 2, (2,), 2, "carry") == [[[0, 1], [2, 3]], [[4, 0], [1, 2]], [[3, 4]]]
+    # An epoch may be shorter than a window, and all samples are seen, however often that happens.
+    assert by_epochs(3, 4, (2,), 3, "carry") == [[[0, 1], [2, 0], [1, 2], [0, 1]], [[2]]]
+
+
+def growing(first_step: int) -> Iterator[tuple[int, ...]]:
+    """Windows of 1, 2, 3, ... micro-batches of one sample."""
+    return ((1,) * (step + 1) for step in count(first_step))
+
+
+def test_a_window_s_length_follows_the_step_also_after_an_epoch_s_end() -> None:
+    assert [len(window) for window in windows_by_steps(sample_order(4, None), growing, 4)] == [1, 2, 3, 4]
+    flushed = windows_by_epochs(sample_order(4, None), growing, 2, "flush")
+    assert [len(window) for window in flushed] == [1, 2, 1, 4], "the third is short, and a step all the same"
+    dropped = windows_by_epochs(sample_order(4, None), growing, 2, "drop")
+    assert [len(window) for window in dropped] == [1, 2, 3], "one that is dropped is no step"
+
+
+def test_ranks_share_a_window_and_the_rest_of_a_short_one_is_empty() -> None:
+    window = list(torch.arange(6).split([2, 2, 1, 1]))
+    assert [piece.tolist() for piece in share(window, 0, 2)] == [[0, 1], [4]]
+    assert [piece.tolist() for piece in share(window, 1, 2)] == [[2, 3], [5]]
+    assert [piece.tolist() for piece in share(window[:3], 1, 2)] == [[2, 3], []]
+    assert share(window, 0, 1) == window
+
+
 def test_written_micro_batches_of_unequal_size_make_a_full_window() -> None:
     assert by_epochs(3, 2, (2, 1), 1, "drop") == [[[0, 1], [2]]]
 
 
-@pytest.mark.parametrize("last_window", ["flush", "drop"])
-def test_each_step_sees_the_same_samples_however_the_window_is_split(last_window: str) -> None:
+@pytest.mark.parametrize("last_window", ["flush", "drop", "carry"])
+def test_each_step_sees_the_same_samples_however_the_window_is_split(last_window: LastWindow) -> None:
     def steps(accum_steps: int, micro: int) -> list[list[int]]:
         windows = by_epochs(1437, accum_steps, (micro,), 2, last_window, seed=3)
         return [[sample for micro_batch in window for sample in micro_batch] for window in windows]
 
     whole = steps(1, 64)
     assert steps(2, 32) == steps(4, 16) == steps(8, 8) == whole
-    assert len(whole) == 2 * (1437 // 64 + (last_window == "flush"))
+    assert len(whole) == {"flush": 46, "drop": 44, "carry": 45}[last_window]
     # And it is the data, each sample once an epoch.
     if last_window == "flush":
         assert sorted(sample for step in whole[: len(whole) // 2] for sample in step) == list(range(1437))

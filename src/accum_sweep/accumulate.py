@@ -12,6 +12,7 @@ where k and n_i are what was really there, on all ranks: in a short last window 
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ Loss = Callable[[nn.Module, Any], tuple[Tensor, int | Tensor]]
 """(model, batch) -> (loss summed over the batch's items, number of items)."""
 
 Normalization = Literal["sum", "mean", "items"]
+_ALONE = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def accumulate_gradients(
     if any(parameter.grad is not None for parameter in parameters):
         raise ValueError("the model holds gradients already; call optimizer.zero_grad() before a window")
     world = ranks.world_of(model)
-    ranks.check_same(len(micro_batches), model, "micro-batches")
+    if world > 1:
+        ranks.check_same(len(micro_batches), model, "micro-batches")
     if not micro_batches:
         raise ValueError("a window needs at least one micro-batch")
     micro_steps = len(micro_batches) * world
@@ -77,11 +80,14 @@ def accumulate_gradients(
     expected = 1  # what the weights below divide by: right if every micro-batch is like the first
     weight, weight_items = None, -1
     for number, micro_batch in enumerate(micro_batches, start=1):
-        with ranks.synchronizing(model, sync_every_micro_batch or number == len(micro_batches)):
+        last = number == len(micro_batches)
+        with ranks.synchronizing(model, sync_every_micro_batch or last) if world > 1 else _ALONE:
             loss_sum, items = loss(model, micro_batch)
             items = _count(items)
-            if number == 1 and normalization != "sum":
-                expected = micro_steps * (ranks.largest(items, model) or 1 if normalization == "items" else 1)
+            if number == 1 and normalization == "mean":
+                expected = micro_steps
+            elif number == 1 and normalization == "items":
+                expected = micro_steps * ((ranks.largest(items, model) if world > 1 else items) or 1)
             if items != weight_items:
                 divisor = expected if normalization == "items" else expected * items
                 # Ranks are averaged when they synchronize, hence the factor.
@@ -96,7 +102,7 @@ def accumulate_gradients(
         del micro_batch, loss_sum  # or they would still be there while the next one is made
         if accumulator is not None:
             _add_up(parameters, sums, accumulator)
-    window, divided_by = _totals(model, loss_sums, counts, normalization)
+    window, divided_by = _totals(model, loss_sums, counts, normalization, world)
     # Known only now: what the losses counted. One multiplication a window, none where micro-batches are equal.
     correction = expected / divided_by if divided_by else 1.0
     for parameter in parameters:
@@ -132,11 +138,11 @@ def _add_up(parameters: Sequence[nn.Parameter], sums: dict[nn.Parameter, Tensor]
 
 
 def _totals(
-    model: nn.Module, loss_sums: list[Tensor], counts: list[int], normalization: Normalization
+    model: nn.Module, loss_sums: list[Tensor], counts: list[int], normalization: Normalization, world: int
 ) -> tuple[Window, int]:
     """Return the window, and by what its gradient must be divided: items, micro-batches that hold any, or 1."""
     total_items, filled, total_loss = sum(counts), sum(map(bool, counts)), None
-    if ranks.world_of(model) > 1:
+    if world > 1:
         own = math.fsum(torch.stack(loss_sums).tolist())
         total_loss, *numbers = ranks.totals([own, total_items, filled], model)
         total_items, filled = map(int, numbers)

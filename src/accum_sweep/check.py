@@ -57,6 +57,8 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
         faults += error.faults
         bad.add("problem")
         raw["problem"] = ProblemParams(name="unknown")
+    if "processes" in raw:
+        faults.append(Fault("processes", raw["processes"], "is no setting", "start with torchrun --nproc-per-node=2"))
     raw["processes"] = launch.world_size()
     try:
         config = Config.model_validate(raw)

@@ -22,6 +22,7 @@ from accum_sweep import environment, ranks
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
+from accum_sweep.memory import out_of_memory
 from accum_sweep.precision import matrix_products
 from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
 from accum_sweep.sketch import sketch
@@ -30,8 +31,6 @@ from accum_sweep.training import State, Training, train_and_measure
 log = logging.getLogger(__name__)
 
 SMALL_MODEL = 1000  # weights; up to here they stand in the record in full
-# The words of allocators and libraries that know no exception of their own for it.
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "_STATUS_ALLOC_FAILED")
 
 
 def execute(config: Config, folder: Path, identity: Identity) -> Record:
@@ -57,7 +56,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     except KeyboardInterrupt:
         status, reason = "interrupted", "stopped by the user"
     except (Exception, SystemExit) as error:  # a problem's code may raise what it likes, and call exit()
-        status, reason = "oom" if _out_of_memory(error) else "failed", f"{type(error).__name__}: {error}"
+        status, reason = "oom" if out_of_memory(error) else "failed", f"{type(error).__name__}: {error}"
         log.exception("%s: %s", identity.name, status)
     ended = datetime.now(UTC)
     if status != "finished":
@@ -219,11 +218,6 @@ def _write_companions(record: Record, folder: Path) -> None:
             write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
     except OSError as error:
         log.warning("%s: only record.json could be written (%s)", folder, error.strerror)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
 
 
 def _free_memory(device: torch.device | None) -> None:

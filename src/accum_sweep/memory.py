@@ -15,6 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.profiler import profile
 
+# The words of allocators and libraries that know no exception of their own for it.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error says that memory ran out."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
+
 
 @dataclass(frozen=True)
 class Peak:

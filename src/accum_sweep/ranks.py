@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,7 +35,7 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
         torch.cuda.set_device(device)
     store, rank = _rendezvous()
     # A name of its own for each run: under the last one's, processes would find each other's old addresses.
-    store = dist.PrefixStore(f"run {next(_runs)}", store)
+    store = PrefixStore(f"run {next(_runs)}", store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
     try:
         yield
@@ -43,7 +44,7 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=1)
-def _rendezvous() -> tuple[dist.Store, int]:
+def _rendezvous() -> tuple[Store, int]:
     """Return the store that torchrun's processes share, and this one's rank."""
     store, rank, _ = next(rendezvous("env://"))
     return store, rank
@@ -70,21 +71,20 @@ def synchronizing(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]
 
 def check_same(number: int, model: nn.Module, what: str) -> None:
     """Raise ValueError, on every rank, where ranks have different numbers: they would wait for each other for ever."""
-    if world_of(model) > 1:
-        most, least = _over_all([number, -number], _device(model), dist.ReduceOp.MAX)
-        if most != -least:
-            span = f"from {-least:.0f} to {most:.0f}"
-            raise ValueError(f"ranks have different numbers of {what}, {span}; give empty ones where there are less")
+    most, least = _over_all([number, -number], _device(model), dist.ReduceOp.MAX)
+    if most != -least:
+        span = f"from {-least:.0f} to {most:.0f}"
+        raise ValueError(f"ranks have different numbers of {what}, {span}; give empty ones where there are less")
 
 
 def largest(number: int, model: nn.Module) -> int:
     """Return the largest of the ranks' numbers."""
-    return int(_over_all([number], _device(model), dist.ReduceOp.MAX)[0]) if world_of(model) > 1 else number
+    return highest(number, _device(model))
 
 
 def totals(numbers: Sequence[float], model: nn.Module) -> list[float]:
     """Return the sums over all ranks; counts below 2**53 stay exact."""
-    return _over_all(numbers, _device(model), dist.ReduceOp.SUM) if world_of(model) > 1 else list(numbers)
+    return _over_all(numbers, _device(model), dist.ReduceOp.SUM)
 
 
 def highest(number: int, device: torch.device) -> int:

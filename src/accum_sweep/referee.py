@@ -17,6 +17,7 @@ from accum_sweep import ranks
 from accum_sweep.accumulate import Loss, Normalization, Window
 from accum_sweep.boundary import Boundary, Step
 from accum_sweep.equivalence import Case, Verdict, compare, dense, full_batch, judge, random_state, trainable
+from accum_sweep.memory import out_of_memory
 
 When = Literal["first_step", "every_step"]
 SEVERITY = ("equivalent", "not comparable", "different")
@@ -109,22 +110,20 @@ class Referee:
     def _judged(
         self, model: nn.Module, micro_batches: FullWindow, window: Window, gradient: list[Tensor], mean_loss: float
     ) -> Verdict:
+        """Judge on the device of the run, or where its memory does not suffice, on the CPU."""
         state = [ranks.whole(tensor.detach()) for tensor in _tensors(ranks.unwrapped(model))]
-        here = gradient[0].device
-        # The device of the run first; a smaller one's memory may be exceeded where the machine's is not.
-        for device in dict.fromkeys((here, torch.device("cpu"))):
-            pieces = micro_batches.pieces(device)
-            if not self._fits(len(pieces), device):
+        here, cpu = gradient[0].device, torch.device("cpu")
+        pieces = {device: micro_batches.pieces(device) for device in (here, cpu)}
+        for device in pieces:
+            if not self._fits(len(pieces[device]), device):
                 continue
+            scaler = self._boundary.scaler
             try:
                 with torch.random.fork_rng(devices=[here] if here.type == "cuda" else []):
-                    _set_random_state(self._random)
-                    twin = self._copy_at(state, device)
-                    scaler = self._boundary.scaler
                     case = Case(
-                        model=twin,
+                        model=self._copy_at(state, device),
                         loss=self._loss(device),
-                        micro_batches=pieces,
+                        micro_batches=pieces[device],
                         batch=micro_batches.whole(device),
                         gradient=gradient,
                         items=window.total_items,
@@ -134,11 +133,13 @@ class Referee:
                         unit=self._unit,
                         scale=1.0 if scaler is None else scaler.get_scale(),
                     )
-                    return judge(case, full_batch(twin, case.batch, case.loss, case.scale))
-            except (torch.OutOfMemoryError, MemoryError):
-                continue
+                    _set_random_state(self._random)
+                    return judge(case, full_batch(case.model, case.batch, case.loss, case.scale))
+            except Exception as error:  # of the user's model, which may know micro-batches only
+                if not out_of_memory(error):
+                    return Verdict("not comparable", f"the full batch fails ({type(error).__name__}: {error})")
             finally:
-                self._twin.to("cpu")
+                self._twin.to(cpu)
         return Verdict("not comparable", "the full batch does not fit into memory")
 
     def _copy_at(self, state: list[Tensor], device: torch.device) -> nn.Module:

@@ -207,6 +207,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], Callable[[float], str]]] = {
     "last_loss": ("last loss", _number, _signed),
     "last_grad_norm": ("grad norm", _number, _times),
     "test/accuracy": ("test accuracy", _percent, _points),
+    "test/loss": ("test loss", _number, _signed),
     "peak_allocated_bytes": ("peak memory", _bytes, _times),
     "samples_per_second": ("samples/s", _rate, _times),
     "final_weight": ("final weight", _weight, _away),

@@ -31,6 +31,7 @@ COMPARED = {
     "last_loss": "difference",
     "last_grad_norm": "ratio",
     "test/accuracy": "difference",
+    "test/loss": "difference",
     "peak_allocated_bytes": "ratio",
     "samples_per_second": "ratio",
     WEIGHTS: "distance",
@@ -102,6 +103,8 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
     settings = varying(runs)
     constant = {key: runs[key].iloc[0] for key in runs.columns if _is_setting(key) and _distinct(runs[key]) == 1}
     metrics = [metric for metric in COMPARED if metric in runs.columns and runs[metric].notna().any()]
+    if "test/accuracy" in metrics and "test/loss" in metrics:  # one held-out number is enough to compare
+        metrics.remove("test/loss")
     by = settings or ["status"]
     seeds = _by_seed(runs, by, metrics)
     if kind:

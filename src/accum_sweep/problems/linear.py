@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+BY_RULE = [[0.5, -0.5], [-0.5, 0.5], [1.0, 0.5], [-1.0, 1.0]]  # held out
+
+
 class MiniBatch(BaseModel):
     """Samples that one forward pass sees: x is (samples, features), y is (samples,)."""
 
@@ -32,7 +35,18 @@ class Params(ProblemParams):
         default=None, description="one number a feature; null: torch's own, by seed"
     )
     initial_bias: FiniteFloat | None = Field(default=None, description="null: torch's own, by seed")
-    held_out: MiniBatch | None = Field(default=None, description="samples for test/loss; null: none are held out")
+    held_out: MiniBatch | None = Field(
+        default=None, description="samples for test/loss, or rule for some of y = x1 + 2 x2; null: none are held out"
+    )
+
+    @field_validator("held_out", mode="before")
+    @classmethod
+    def _by_rule(cls, held_out: object, info: ValidationInfo) -> object:
+        """Take "rule" for samples of the shipped batches' rule, where that is what these batches follow."""
+        if held_out != "rule":
+            return held_out
+        rows = [(row, y) for batch in info.data.get("batches", []) for row, y in zip(batch.x, batch.y, strict=False)]
+        return {"x": BY_RULE, "y": list(map(_rule, BY_RULE))} if all(_rule(row) == y for row, y in rows) else None
 
     @field_validator("held_out")
     @classmethod
@@ -77,6 +91,11 @@ class Params(ProblemParams):
                 model.bias.fill_(self.initial_bias)
         evaluate = test_loss(squared_error, _columns([self.held_out], dtype)) if self.held_out else None
         return Problem(model, _columns(self.batches, dtype), squared_error, shuffle=False, evaluate=evaluate)
+
+
+def _rule(row: list[float]) -> float | None:
+    """Return x1 + 2 x2, what the shipped mini-batches are made by; None where there are not two features."""
+    return row[0] + 2 * row[1] if len(row) == 2 else None
 
 
 def _shape_fault(batch: MiniBatch, features: int) -> str | None:
