@@ -16,7 +16,17 @@ from torch import Tensor, nn
 from accum_sweep import ranks
 from accum_sweep.accumulate import Loss, Normalization, Window
 from accum_sweep.boundary import Boundary, Step
-from accum_sweep.equivalence import Case, Verdict, compare, dense, full_batch, judge, random_state, trainable
+from accum_sweep.equivalence import (
+    Case,
+    Verdict,
+    compare,
+    dense,
+    finite_full_batch,
+    judge,
+    random_state,
+    set_random_state,
+    trainable,
+)
 from accum_sweep.memory import out_of_memory
 
 When = Literal["first_step", "every_step"]
@@ -133,8 +143,9 @@ class Referee:
                         unit=self._unit,
                         scale=1.0 if scaler is None else scaler.get_scale(),
                     )
-                    _set_random_state(self._random)
-                    return judge(case, full_batch(case.model, case.batch, case.loss, case.scale))
+                    set_random_state(self._random)
+                    reference, scale = finite_full_batch(case.model, case.batch, case.loss, case.scale)
+                    return judge(replace(case, scale=scale), reference)
             except Exception as error:  # of the user's model, which may know micro-batches only
                 if not out_of_memory(error):
                     return Verdict("not comparable", f"the full batch fails ({type(error).__name__}: {error})")
@@ -191,9 +202,3 @@ def _mean_loss(window: Window) -> float:
 
 def _tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _set_random_state(state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])

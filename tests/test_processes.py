@@ -1,0 +1,206 @@
+"""Two real processes that train one model over gloo give what one process gives, and nothing is written twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accum_sweep.check import check
+from accum_sweep.compose import compose
+from accum_sweep.errors import ConfigError
+from conftest import Cli
+
+pytestmark = pytest.mark.slow
+DIGITS = ("problem=digits_mlp", "precision=fp64", "effective_batch_size=64", "epochs=1", "save_weights=true")
+
+
+def torchrun(folder: Path, *words: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"torchrun hung: {err[-3000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted((folder / "runs").rglob("record.json"), key=lambda path: (len(path.parts), path))
+    return [json.loads(path.read_text()) | {"folder": path.parent} for path in paths]
+
+
+# The engine, by itself
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of the two processes found: see processes_worker.py."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = torchrun(folder, str(Path(__file__).with_name("processes_worker.py")), "out.json")
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"out.json.{rank}").read_text()) for rank in (0, 1)]
+
+
+def test_the_gradient_is_that_of_one_process_in_every_split(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert len(found["gradients"]) == 2 * (2 * 4 * 2 + 2)
+        for case, error in found["gradients"].items():
+            assert error <= (1e-6 if "fp32" in case else 1e-14), case
+
+
+def test_the_control_dividing_by_a_rank_s_own_items_is_far_off(ranks: list[dict[str, Any]]) -> None:
+    assert all(found["by own items"] > 1e-3 for found in ranks)
+
+
+def test_gradients_are_averaged_once_a_window_or_in_every_backward(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["once"] >= 1
+        assert found["every"] == 4 * found["once"]
+        assert found["without no_sync"] == 4 * found["once"], "the control: the fault is seen"
+
+
+def test_ranks_with_different_numbers_of_micro_batches_are_refused_and_do_not_hang(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "different numbers of micro-batches, from 3 to 4" in found["different numbers"]
+
+
+def test_the_boundary_is_the_same_on_all_ranks_and_alone(ranks: list[dict[str, Any]]) -> None:
+    alone = ranks[0]["boundaries"]["alone"]
+    assert alone[0] == pytest.approx(alone[1])
+    assert alone[1] > alone[2] == 0.01, "it is clipped"
+    for found in ranks:
+        for kind in ("ddp", "fsdp"):
+            assert found["boundaries"][kind] == pytest.approx(alone, rel=1e-12)
+
+
+# The command line
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("swept")
+    words = ("accum_steps=2,3", "parallel=ddp,fsdp", "sync_every_micro_batch=false,true", "equivalence=every_step")
+    return folder, torchrun(folder, "-m", "accum_sweep", "-m", *DIGITS, *words)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The same training in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    words = [sys.executable, "-m", "accum_sweep", *DIGITS, "tracking=none"]
+    subprocess.run(words, cwd=folder, check=True, capture_output=True, timeout=120)
+    return records(folder)[0]
+
+
+def far(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """Relative distance of two runs' final weights."""
+    one, other = (load_file(record["folder"] / "final.safetensors") for record in (a, b))
+    squares = [((one[name] - other[name]).square().sum(), other[name].square().sum()) for name in other]
+    return float(torch.stack([s[0] for s in squares]).sum().sqrt() / torch.stack([s[1] for s in squares]).sum().sqrt())
+
+
+def test_two_processes_end_with_the_weights_of_one(
+    swept: tuple[Path, subprocess.CompletedProcess[str]], alone: dict[str, Any]
+) -> None:
+    folder, done = swept
+    assert done.returncode == 0, done.stderr
+    found = records(folder)
+    assert len(found) == 8
+    for record in found:
+        assert far(record, alone) < 1e-12, record["name"]
+        assert record["series"]["train/loss"] == pytest.approx(alone["series"]["train/loss"], rel=1e-12)
+        assert record["equivalence"]["data"] == alone["equivalence"]["data"]
+        assert record["equivalence"]["verdict"] == "equivalent"
+        assert record["metrics"]["steps_judged"] == 23
+        assert record["metrics"]["samples_seen"] == alone["metrics"]["samples_seen"] == 1437
+        assert record["metrics"]["test/accuracy"] == alone["metrics"]["test/accuracy"]
+
+
+def test_one_process_writes(swept: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = swept
+    assert done.stdout.count("8 runs, 8 finished") == 1
+    assert [path.name for path in (folder / "runs").iterdir()] == [records(folder)[0]["sweep_id"]]
+    assert sorted(path.name for path in folder.iterdir()) == ["mlflow.db", "mlruns", "runs"]
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiment = client.get_experiment_by_name("accum-sweep")
+    assert experiment is not None
+    assert len(client.search_runs([experiment.experiment_id])) == 1 + 8
+
+
+def test_the_textbook_is_the_textbook(tmp_path: Path, cli: Cli) -> None:
+    expected = json.loads(cli("tracking=none", cwd=tmp_path).stdout)
+    done = torchrun(tmp_path, "-m", "accum_sweep", "tracking=none")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["initial_weight"] == expected["initial_weight"]
+    assert found["final_weight"] == pytest.approx(expected["final_weight"], rel=1e-6)
+
+
+FAILS_ON_THE_SECOND = """
+import os
+import torch
+from accum_sweep.problems import Problem
+
+def make(dtype, fails):
+    def loss(model, batch):
+        if fails and os.environ["RANK"] == "1":
+            raise RuntimeError("no luck on this one")
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    return Problem(torch.nn.Linear(2, 1).to(dtype), (torch.ones(8, 2, dtype=dtype),), loss)
+"""
+
+
+def test_a_process_that_fails_ends_the_run_and_not_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "unlucky.py").write_text(FAILS_ON_THE_SECOND)
+    words = ("problem=custom", "problem.factory=unlucky:make", "problem.samples=8", "micro_batch_size=2")
+    swept = "problem.arguments={fails: true},{fails: false}"
+    done = torchrun(tmp_path, "-m", "accum_sweep", "-m", *words, swept, "tracking=none")
+    assert done.returncode != 0
+    assert [record["status"] for record in records(tmp_path)] == ["failed", "finished"], done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("processes", "words", "key"),
+    [
+        ("2", ["parallel=fsdp", "precision=fp16"], "precision"),
+        ("2", ["parallel=fsdp", "clip_value=1"], "clip_value"),
+        ("2", ["precision=bf16-params", "accumulator=fp32"], "accumulator"),
+        ("2", ["compile=true"], "compile"),
+        ("1", ["parallel=fsdp"], "parallel"),
+        ("1", ["sync_every_micro_batch=true"], "sync_every_micro_batch"),
+        ("2", ["parallel=fsdp", "sync_every_micro_batch=true"], None),
+        ("1", ["precision=bf16-params", "accumulator=fp32", "compile=true"], None),
+    ],
+)
+def test_settings_that_need_or_exclude_several_processes(
+    monkeypatch: pytest.MonkeyPatch, processes: str, words: Sequence[str], key: str | None
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    if key is None:
+        assert check(compose(words)).processes == int(processes)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(compose(words))
+    assert [fault.key for fault in caught.value.faults] == [key]
