@@ -17,7 +17,7 @@ from accum_sweep.accumulate import Loss, Normalization, Window, accumulate_gradi
 from accum_sweep.boundary import Boundary, Step, train
 from accum_sweep.optimizers import lr_factor
 from accum_sweep.problems import Problem
-from test_training import run_here
+from test_equivalence import run_here
 
 Batch = tuple[Tensor, Tensor]
 DIGITS = ("problem=digits_mlp", "problem.hidden=8", "micro_batch_size=16", "accum_steps=4")

@@ -56,7 +56,7 @@ def test_tab_completion_knows_groups_and_keys(tmp_path: Path) -> None:
 
     shipped = ["causal_lm", "char_gpt", "custom", "digits_cnn", "digits_mlp", "linear"]
     assert complete("accum-sweep problem=") == [f"problem={name}" for name in shipped]
-    assert complete("accum-sweep accum") == ["accum_steps="]
+    assert complete("accum-sweep accum_st") == ["accum_steps="]
     installed = subprocess.run([SCRIPT, "-sc", "install=bash"], capture_output=True, text=True, check=True).stdout
     assert "complete" in installed
 

@@ -5,6 +5,7 @@ under clipping so tight that it always bites, where the weights hide a wrong fac
 the control.
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -21,11 +22,14 @@ from torch.nn import functional as F
 from accum_sweep import training
 from accum_sweep.accumulate import Window, accumulate_gradients
 from accum_sweep.boundary import Boundary, Step
+from accum_sweep.check import check
+from accum_sweep.compose import compose
+from accum_sweep.config import Config
 from accum_sweep.equivalence import compare, full_batch, tolerance
+from accum_sweep.execute import execute
 from accum_sweep.problems import Problem
-from accum_sweep.record import Record
+from accum_sweep.record import Identity, Record
 from test_problems import HF
-from test_training import run_here
 
 EVERY = "equivalence=every_step"
 MLP = ("problem=digits_mlp", "problem.hidden=8", "micro_batch_size=16", "accum_steps=4")
@@ -49,6 +53,15 @@ OPTIMIZERS = {
 Patch = pytest.MonkeyPatch
 Accumulate = Callable[..., Window]
 Cross = Callable[..., Step]
+
+
+@functools.cache  # composing takes longer than these runs, and a fault and its control have the same settings
+def configured(*overrides: str) -> Config:
+    return check(compose([*overrides, "tracking=none", "device=cpu"]))
+
+
+def run_here(folder: Path, *overrides: str) -> Record:
+    return execute(configured(*overrides), folder, Identity("r", "r", []))
 
 
 def verdict(record: Record) -> tuple[str, str]:

@@ -5,6 +5,7 @@ and once under `measure_peak`, and prints what either saw.
 """
 
 import ctypes
+import functools
 import itertools
 import json
 import math
@@ -23,7 +24,8 @@ from torch.nn import functional as F
 
 import accum_sweep
 from accum_sweep import memory
-from accum_sweep.accumulate import train
+from accum_sweep.accumulate import accumulate_gradients
+from accum_sweep.boundary import Boundary, train
 from accum_sweep.memory import Peak, measure_peak
 
 SOURCE = Path(__file__).with_name("counting_allocator.c")
@@ -84,7 +86,8 @@ def squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def two_steps(model: nn.Module, window: list[Any], loss: Any = squared_error) -> None:
-    for _ in train(model, torch.optim.SGD(model.parameters(), lr=0.01), [window, window], loss):
+    boundary = Boundary([torch.optim.SGD(model.parameters(), lr=0.01)])
+    for _ in train(model, boundary, [window, window], functools.partial(accumulate_gradients, loss=loss)):
         pass
 
 

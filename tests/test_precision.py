@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from accum_sweep import precision
@@ -20,7 +21,7 @@ from accum_sweep.compose import compose
 from accum_sweep.errors import ConfigError, UserError
 from accum_sweep.problems import Problem
 from accum_sweep.record import Record
-from test_training import run_here
+from test_equivalence import run_here
 
 CPU = torch.device("cpu")
 MLP = ("problem=digits_mlp", "problem.hidden=8", "micro_batch_size=16", "accum_steps=4")
@@ -237,16 +238,47 @@ def test_checkpointing_needs_blocks(tmp_path: Path) -> None:
     assert "checkpointing=true has nothing to work on" in (record.reason or "")
 
 
+class Perceptron(nn.Module):
+    """A module with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def plain(dtype: torch.dtype) -> Problem:
+    x = torch.rand(32, 3, dtype=dtype)
+    return Problem(Perceptron().to(dtype), (x, x[:, :1]), squared)
+
+
+@pytest.fixture
+def _compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # torch sets it and leaves it
+    counters.clear()
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own compiler uses it
+@pytest.mark.usefixtures("_compiling")
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="torch.compile needs a C++ compiler"
 )
-def test_a_compiled_model_learns_the_same(tmp_path: Path) -> None:
-    words = (*MLP, "steps=4", "equivalence=every_step")
-    eager, compiled = (run_here(tmp_path / how, *words, f"compile={how}") for how in ("false", "true"))
-    other = run_here(tmp_path / "other", *words, "compile=false", "seed=1")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own compiler uses it
+@pytest.mark.parametrize("problem", [(*OWN, "problem.factory=test_precision:plain"), MLP])
+def test_a_compiled_model_learns_the_same(tmp_path: Path, problem: tuple[str, ...]) -> None:
+    def graphs() -> int:
+        return counters["stats"]["unique_graphs"]
+
+    words = (*problem, "steps=3", "equivalence=every_step")
+    eager = run_here(tmp_path / "eager", *words)
+    assert graphs() == 0
+    compiled = run_here(tmp_path / "compiled", *words, "compile=true")
     assert compiled.status == "finished", compiled.reason
+    assert graphs() > 0
+    other = run_here(tmp_path / "other", *words, "seed=1")
     assert compiled.series["train/loss"] == pytest.approx(eager.series["train/loss"], rel=1e-5)
     assert compiled.series["train/grad_norm"] == pytest.approx(eager.series["train/grad_norm"], rel=1e-4)
     assert other.series["train/loss"] != pytest.approx(eager.series["train/loss"], rel=1e-2)

@@ -32,7 +32,7 @@ def test_a_sweep_runs_every_combination_and_prints_one_table(cli: Cli, tmp_path:
     assert names == [f"accum_steps={a} lr={lr} seed={s}" for a in (1, 2) for lr in ("0.1", "0.01") for s in (0, 1)]
     assert len({record.run_key for record in runs}) == len({record.run_id for record in runs}) == 8
     assert "8 runs, 8 finished; fixed micro-batch" in done.stdout
-    table = done.stdout.split("final weight\n")[1].splitlines()[1:]
+    table = done.stdout.split("gradient\n")[1].split("\n\n")[0].splitlines()[1:]
     assert len(table) == 4, "seeds are folded"
     ((_, sweep),) = sweeps(tmp_path / "runs")
     assert sweep.ended_at is not None
@@ -60,12 +60,23 @@ def test_the_summary_prints_the_table_again_and_all_runs_as_csv(cli: Cli, tmp_pa
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_shipped_experiment_runs_and_answers(cli: Cli, tmp_path: Path, name: str) -> None:
-    done = cli("-m", f"experiment={name}", "epochs=1", "seed=0", "tracking=none")
+    length = "steps=2" if name == "ragged" else "epochs=1"
+    done = cli("-m", f"experiment={name}", length, "seed=0", "tracking=none")
     assert done.returncode == 0, done.stderr
     runs = runs_of(tmp_path)
     assert len(runs) > 3
     assert {record.status for record in runs} == {"finished"}
     ANSWERS.get(name, lambda _: None)(runs)
+
+
+def _only_items_are_the_full_batch(runs: list[Record]) -> None:
+    found = {(r.config["normalization"], r.config["accum_steps"]): r.equivalence["verdict"] for r in runs}
+    assert found == {
+        **{(normalization, 1): "equivalent" for normalization in ("items", "mean", "sum")},
+        ("items", 4): "equivalent",
+        ("mean", 4): "different",
+        ("sum", 4): "different",
+    }
 
 
 def _the_same_training(runs: list[Record]) -> None:
@@ -80,7 +91,11 @@ def _less_memory(runs: list[Record]) -> None:
     assert peaks[-1] < peaks[0] / 2
 
 
-ANSWERS = {"equivalence": _the_same_training, "memory": _less_memory}
+ANSWERS = {
+    "equivalence": _the_same_training,
+    "memory": _less_memory,
+    "ragged": _only_items_are_the_full_batch,
+}
 
 
 def test_the_equivalence_experiment_would_show_a_difference(cli: Cli, tmp_path: Path) -> None:
@@ -109,7 +124,7 @@ def test_a_diverging_run_says_so_and_since_when(cli: Cli, tmp_path: Path) -> Non
     fine, diverged = runs_of(tmp_path)
     assert fine.status == "finished"
     assert diverged.status == "diverged"
-    assert diverged.reason == "the loss is not finite in step 2 of 20"
+    assert diverged.reason == "the loss is not finite in step 2; the weights are those before it"
     assert diverged.series["train/loss"][1] is None
     json.loads((tmp_path / "runs" / diverged.run_id / "record.json").read_text(), parse_constant=pytest.fail)
 

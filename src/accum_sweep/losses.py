@@ -17,7 +17,8 @@ IGNORED = -100  # the label that PyTorch's and Hugging Face's cross-entropy leav
 def from_mean(mean_loss: Callable[[nn.Module, Any], Tensor], count: Callable[[Any], int | Tensor]) -> Loss:
     """Adapt a loss that averages over items, such as `F.cross_entropy(model(x), y)`.
 
-    `count(batch)` says over how many. A batch without items adds nothing, whatever its mean (0/0) would be.
+    `count(batch)` says over how many. A batch without items adds nothing, whatever its mean (0/0) would be; on several
+    ranks, where its backward is run all the same, that must not itself divide by a count of 0 (torch's losses do not).
     """
 
     def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -30,10 +30,9 @@ def prepare(config: Config, model: nn.Module, blocks: tuple[str, ...], device: t
     if config.checkpointing:
         for block in _blocks(model, blocks, "checkpointing=true"):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if config.compile:
-        model.compile()
     if config.processes == 1:
-        return model
+        # Not model.compile(): of torch's own containers, such as nn.Sequential, that compiles nothing.
+        return cast(nn.Module, torch.compile(model)) if config.compile else model
     if config.parallel == "ddp":
         return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     from torch.distributed.device_mesh import init_device_mesh
@@ -76,11 +75,11 @@ def in_precision(config: Config, loss: Loss, device: torch.device) -> Loss:
     if config.precision not in precision.AUTOCAST:
         return loss
 
-    def cast(model: nn.Module, batch: Any) -> Any:
+    def computed(model: nn.Module, batch: Any) -> Any:
         with precision.arithmetic(config.precision, device):
             return loss(model, batch)
 
-    return cast
+    return computed
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:

@@ -56,8 +56,8 @@ def world_of(model: nn.Module) -> int:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without DistributedDataParallel around it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """Return the model without DistributedDataParallel, or what torch.compile put, around it."""
+    return model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", model)
 
 
 def synchronizing(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
