@@ -169,6 +169,20 @@ def different_numbers(rank: int) -> str:
     return "accepted"
 
 
+def unused_parameter(rank: int) -> str:
+    model = model_of("ddp", torch.float64)
+
+    def half(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+        model(batch["tokens"])
+        return model.module.embed(batch["tokens"]).sum(), len(batch["tokens"])  # type: ignore[operator, union-attr]
+
+    try:
+        accumulate_gradients(model, cut([8] * 8, rank), half)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
 def boundaries(rank: int) -> dict[str, list[float]]:
     """What each kind of model reports of a window that is clipped, and where its weights are after it."""
     found = {}
@@ -193,6 +207,7 @@ def main() -> None:
         "every": communications(rank, accumulate_gradients, sync_every_micro_batch=True),
         "without no_sync": communications(rank, without_no_sync),
         "different numbers": different_numbers(rank),
+        "unused": unused_parameter(rank),
         "boundaries": boundaries(rank),
     }
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(results))

@@ -116,9 +116,15 @@ def test_edges_that_are_valid(word: str) -> None:
         (["epochs=1", "last_window=drop", "accum_steps=5"], ["last_window"]),
         (["lr=-1", "accum_steps=0", "seed=x", "steps=1", "epochs=1"], ["lr", "accum_steps", "seed", "steps"]),
         ([DIGITS, "lr=-1", "effective_batch_size=64", "accum_steps=3", MEAN], ["lr", "effective_batch_size"]),
+        ([DIGITS, "effective_batch_size=5", "micro_batch_size=8"], ["micro_batch_size"]),
+        (["accum_schedule={0:1,2:99}", "epochs=3", "last_window=drop"], ["last_window"]),
+        (["epochs=1", "warmup_steps=2"], ["warmup_steps"]),
         (["accum_schedule={1:2}"], ["accum_schedule"]),
-        (["accum_schedule={0:0}"], ["accum_schedule.0.1"]),
+        (["accum_schedule={0:0}"], ["accum_schedule"]),
         (["accum_schedule={}"], ["accum_schedule"]),
+        (["accum_schedule=[1,2]"], ["accum_schedule"]),
+        (["accum_schedule={0:a}"], ["accum_schedule"]),
+        (["accum_schedule={a:1}"], ["accum_schedule"]),
         (["accum_schedule=4"], ["accum_schedule"]),
         (["accum_schedule={0:1}", "accum_steps=2"], ["accum_steps"]),
         (["accum_schedule={0:1}", "effective_batch_size=2"], ["effective_batch_size"]),
@@ -174,7 +180,7 @@ def test_a_password_is_not_repeated_in_an_error(key: str, uri: str) -> None:
         (["effective_batch_size=64", "accum_steps=3"], (22, 22, 20)),
         (["effective_batch_size=9", "accum_steps=6"], (2, 2, 2, 1, 1, 1)),
         (["effective_batch_size=64", "accum_steps=4"], (16, 16, 16, 16)),
-        (["effective_batch_size=5", "micro_batch_size=8"], (5,)),
+        (["effective_batch_size=5", "micro_batch_size=5"], (5,)),
     ],
 )
 def test_an_effective_batch_need_not_divide_where_items_are_weighed(words: list[str], sizes: tuple[int, ...]) -> None:
@@ -192,8 +198,13 @@ def test_a_schedule_says_how_long_a_window_is() -> None:
     assert (config.accum_steps, config.micro_batch_size, config.effective_batch_size) == (None, 8, None)
 
 
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_several_processes_share_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    two_processes(monkeypatch)
     assert sizes(DIGITS, "effective_batch_size=64", "accum_steps=2") == (2, 16, 64)
     assert sizes(DIGITS, "accum_steps=2", "micro_batch_size=8") == (2, 8, 32)
     assert next(checked(DIGITS, "effective_batch_size=64", "accum_steps=3").plan(0)) == (11,) * 5 + (9,)

@@ -118,12 +118,7 @@ def masked(model: nn.Module, batch: Tagged) -> Tensor:
 
 @pytest.mark.parametrize(
     ("mean", "rows"),
-    [
-        (mean_loss, 0),
-        (mean_loss, 3),
-        (squared, 0),
-        (masked, 0),
-    ],
+    [(mean_loss, 0), (mean_loss, 3), (squared, 0), (masked, 0)],
 )
 def test_backward_on_no_items_reaches_every_weight_and_adds_zero(
     mean: Callable[[nn.Module, Any], Tensor], rows: int
@@ -140,6 +135,16 @@ def test_backward_on_no_items_reaches_every_weight_and_adds_zero(
     for parameter in model.parameters():
         assert parameter.grad is not None
         assert not parameter.grad.any()
+
+
+def test_a_mean_that_divides_by_nothing_itself_would_be_seen() -> None:
+    model = tagger()
+    from_mean(masked, label_tokens)(model, ragged((0, 0, 0)))[0].backward()
+    assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in model.parameters())
+    # Alone, where no backward is run on it, it adds nothing either.
+    batch = ragged((3, 0, 0, 5))
+    window = split(batch, 1, 2, 1)
+    assert error(model, window, from_mean(masked, label_tokens), masked(model, batch)) < 1e-14
 
 
 # Counts

@@ -83,6 +83,12 @@ def test_ranks_with_different_numbers_of_micro_batches_are_refused_and_do_not_ha
         assert "different numbers of micro-batches, from 3 to 4" in found["different numbers"]
 
 
+def test_a_parameter_that_ddp_waits_for_in_vain_is_told(ranks: list[dict[str, Any]]) -> None:
+    """Nothing was averaged then, and each rank would go its own way."""
+    for found in ranks:
+        assert "parameter mix.weight has no gradient" in found["unused"]
+
+
 def test_the_boundary_is_the_same_on_all_ranks_and_alone(ranks: list[dict[str, Any]]) -> None:
     alone = ranks[0]["boundaries"]["alone"]
     assert alone[0] == pytest.approx(alone[1])
@@ -197,10 +203,28 @@ def test_a_process_that_fails_ends_the_run_and_not_the_sweep(tmp_path: Path) -> 
 def test_settings_that_need_or_exclude_several_processes(
     monkeypatch: pytest.MonkeyPatch, processes: str, words: Sequence[str], key: str | None
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", processes)
+    for name, value in {"WORLD_SIZE": processes, "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     if key is None:
         assert check(compose(words)).processes == int(processes)
         return
     with pytest.raises(ConfigError) as caught:
         check(compose(words))
     assert [fault.key for fault in caught.value.faults] == [key]
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"WORLD_SIZE": "two"}, ["WORLD_SIZE=two", "whole number", "torchrun"]),
+        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK and MASTER_ADDR and MASTER_PORT", "torchrun"]),
+        ({"WORLD_SIZE": "2", "RANK": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, ["RANK=5", "from 0 to 1"]),
+    ],
+)
+def test_variables_that_torchrun_would_not_set_are_told(
+    cli: Cli, tmp_path: Path, variables: dict[str, str], told: list[str]
+) -> None:
+    done = cli("tracking=none", **variables)
+    assert done.returncode == 2, done.stderr
+    assert all(part in done.stderr for part in told), done.stderr
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,10 @@ SCRIPT, PROBLEM = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 OPTIMIZER_YAML, PROBLEM_YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 
 
+def test_nothing_is_left_to_be_filled_in() -> None:
+    assert not re.findall(r"@[A-Z]+@|TODO|FIXME", README)
+
+
 def test_the_script_leaves_the_gradient_of_the_full_batch(tmp_path: Path) -> None:
     check = (
         "x, y = (torch.cat(columns) for columns in zip(*window))\n"

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -57,21 +57,27 @@ def accumulate_gradients(
     ranks.
 
     `accumulator`, such as torch.float32, is the type in which gradients of a lower precision are summed; the sum is
-    rounded to the parameter's type once, at the end. `scaler` scales the gradient for float16; unscale it before use.
+    rounded to the parameter's type once, at the end; on one rank only. `scaler` scales the gradient for float16;
+    unscale it before use.
 
     A model wrapped in DistributedDataParallel or `fully_shard` is synchronized once, in the last micro-batch's
     backward, or in each of them with `sync_every_micro_batch` (FSDP then keeps no unsharded gradients). Every rank
     needs the same number of micro-batches; give empty ones where a rank has less.
 
     Weights do not move. Raises ValueError for a window without micro-batches, a negative number of items, ranks with
-    different numbers of micro-batches, and where a parameter holds a gradient already: it would be scaled along.
+    different numbers of micro-batches, where a parameter holds a gradient already (it would be scaled along), and where
+    DistributedDataParallel waits for a parameter that was not used.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.grad is not None for parameter in parameters):
         raise ValueError("the model holds gradients already; call optimizer.zero_grad() before a window")
+    if normalization not in get_args(Normalization):
+        raise ValueError(f"normalization must be one of {get_args(Normalization)}, not {normalization!r}")
     world = ranks.world_of(model)
     if world > 1:
         ranks.check_same(len(micro_batches), model, "micro-batches")
+        if accumulator is not None:
+            raise ValueError("an accumulator cannot be used on several ranks: they synchronize .grad themselves")
     if not micro_batches:
         raise ValueError("a window needs at least one micro-batch")
     micro_steps = len(micro_batches) * world
@@ -82,8 +88,7 @@ def accumulate_gradients(
     for number, micro_batch in enumerate(micro_batches, start=1):
         last = number == len(micro_batches)
         with ranks.synchronizing(model, sync_every_micro_batch or last) if world > 1 else _ALONE:
-            loss_sum, items = loss(model, micro_batch)
-            items = _count(items)
+            loss_sum, items = _checked(loss(model, micro_batch))
             if number == 1 and normalization == "mean":
                 expected = micro_steps
             elif number == 1 and normalization == "items":
@@ -102,6 +107,8 @@ def accumulate_gradients(
         del micro_batch, loss_sum  # or they would still be there while the next one is made
         if accumulator is not None:
             _add_up(parameters, sums, accumulator)
+    if world > 1:
+        ranks.check_synchronized(model)
     window, divided_by = _totals(model, loss_sums, counts, normalization, world)
     # Known only now: what the losses counted. One multiplication a window, none where micro-batches are equal.
     correction = expected / divided_by if divided_by else 1.0
@@ -120,9 +127,32 @@ def gradient_norm(model: nn.Module) -> Tensor:
     return ranks.whole(nn.utils.get_total_norm(dense))
 
 
+def exact_sum(numbers: Sequence[float]) -> float:
+    """Return the exactly rounded sum; NaN where they are not all finite, which math.fsum would raise for."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan
+
+
+def mean_loss(window: Window) -> float:
+    """Return the mean loss over the window's items, on all ranks."""
+    total = window.total_loss_sum
+    if total is None:
+        total = exact_sum(torch.stack(window.loss_sums).tolist())
+    return total / max(1, window.total_items)
+
+
+def _checked(returned: Any) -> tuple[Tensor, int]:
+    """Return what a loss returned; raise TypeError where it is not a sum and a number of items."""
+    pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not pair or not isinstance(returned[0], Tensor) or returned[0].dim() > 0:
+        raise TypeError("the loss must return its sum over the items, a tensor with one number, and how many there are")
+    return returned[0], _count(returned[1])
+
+
 def _count(items: int | Tensor) -> int:
     count = int(items)
-    if count < 0 or count != items:
+    # A tensor of whole numbers is read once only: on CUDA each reading waits for the device.
+    fractional = items.is_floating_point() if isinstance(items, Tensor) else isinstance(items, float)
+    if count < 0 or (fractional and count != items):
         raise ValueError(f"the loss counted {items} items in a micro-batch; it must be a whole number, 0 or more")
     return count
 
@@ -143,7 +173,7 @@ def _totals(
     """Return the window, and by what its gradient must be divided: items, micro-batches that hold any, or 1."""
     total_items, filled, total_loss = sum(counts), sum(map(bool, counts)), None
     if world > 1:
-        own = math.fsum(torch.stack(loss_sums).tolist())
+        own = exact_sum(torch.stack(loss_sums).tolist())
         total_loss, *numbers = ranks.totals([own, total_items, filled], model)
         total_items, filled = map(int, numbers)
     divisor = {"sum": 1, "mean": filled, "items": total_items}[normalization]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from accum_sweep.accumulate import Window, gradient_norm
+from accum_sweep.accumulate import Window, exact_sum, gradient_norm
 
 Outcome = Literal["stepped", "empty", "overflow", "skipped", "diverged"]
 Watch = Callable[[Sequence[Any], Window], None]
@@ -64,7 +64,7 @@ class Boundary:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
         norm, *loss_sums = torch.stack([gradient_norm(model), *window.loss_sums]).tolist()
-        total = _sum(loss_sums) if window.total_loss_sum is None else window.total_loss_sum
+        total = exact_sum(loss_sums) if window.total_loss_sum is None else window.total_loss_sum
         loss = total / window.total_items
         micro_losses = tuple(s / n if n else math.nan for s, n in zip(loss_sums, window.items, strict=True))
         outcome = self._outcome(loss, norm)
@@ -135,8 +135,3 @@ def train(
         yield step
         if step.outcome == "diverged":
             return
-
-
-def _sum(numbers: Sequence[float]) -> float:
-    """Return the exactly rounded sum; NaN where they are not all finite, which math.fsum would raise for."""
-    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else math.nan

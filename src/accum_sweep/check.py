@@ -3,6 +3,7 @@
 Reads and writes nothing. Rules of one setting stand beside it in `config.py`; rules between settings stand here.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -104,6 +105,9 @@ def _field_faults(error: ValidationError, model: type[BaseModel], prefix: str = 
             yield Fault(key, "(missing)", str(field.description) if field else "must be there", "leave it in")
             continue
         value = finding["input"] if where else "..."
+        root = model.model_fields.get(where[0]) if where else None
+        if field is None and root is not None and root.examples:  # inside a setting that is one value to the user
+            key, field = prefix + where[0], root
         if field is not None and field.examples:
             yield Fault(key, value, str(field.description), f"for example {key}={field.examples[0]}")
         else:
@@ -160,14 +164,17 @@ def _sizes(config: Config) -> tuple[int | None, int | None, int | None]:
 def _check_length(config: Config) -> None:
     """Raise ConfigError where no window would be full, or the training ends before it has warmed up."""
     problem = config.problem
-    too_short = sum(next(config.plan(0))) > problem.train_samples
+    firsts = [first for first, _ in config.accum_schedule or ((0, 0),)]
+    too_short = any(sum(next(config.plan(first))) > problem.train_samples for first in firsts)
     if config.epochs is not None and config.last_window == "drop" and too_short:
         rule = f"an epoch of {problem.train_samples} samples holds no full window, so there would be no step"
         remedy = "use last_window=flush or carry, or a smaller window"
         raise ConfigError([Fault("last_window", "drop", rule, remedy)])
-    if config.steps is not None and config.warmup_steps > config.steps:
-        rule = f"is more than the {config.steps} steps there are"
-        raise ConfigError([Fault("warmup_steps", config.warmup_steps, rule, "lower it, or raise steps")])
+    windows = math.ceil(problem.train_samples / sum(next(config.plan(0))))
+    steps = config.steps or (config.epochs or 0) * windows
+    if config.accum_schedule is None and config.warmup_steps > steps:
+        rule = f"is more than the {steps} steps there are"
+        raise ConfigError([Fault("warmup_steps", config.warmup_steps, rule, "lower it, or train longer")])
 
 
 def _pair_faults(config: Config) -> Iterator[Fault]:

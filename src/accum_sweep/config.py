@@ -29,11 +29,16 @@ Real = Annotated[float, BeforeValidator(_no_bool)]
 
 def _in_order(value: object) -> object:
     """Turn {0: 1, 100: 4} into ((0, 1), (100, 4)): a schedule is one value, not a group of settings."""
-    pairs = sorted(value.items()) if isinstance(value, Mapping) else value
-    firsts = [pair[0] for pair in pairs] if isinstance(pairs, list | tuple) else []
-    if isinstance(pairs, list | tuple) and (not pairs or firsts[0] != 0 or len(set(firsts)) < len(firsts)):
+    pairs = list(value.items()) if isinstance(value, Mapping) else value
+    if not isinstance(pairs, list | tuple) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise ValueError("a schedule maps steps to numbers of micro-batches")
+    if not all(isinstance(first, int) and not isinstance(first, bool) for first, _ in pairs):
+        raise ValueError("steps are whole numbers")
+    if not pairs or min(first for first, _ in pairs) != 0:
         raise ValueError("a schedule begins with step 0")
-    return pairs
+    return sorted(map(tuple, pairs))
 
 
 Schedule = Annotated[tuple[tuple[Whole, Annotated[Whole, Field(ge=1, le=LARGEST)]], ...], BeforeValidator(_in_order)]

@@ -2,6 +2,8 @@
 
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,13 @@ def resolve(name: str, precision: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
         index: int | None = device.index
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index is None and launch.world_size() > 1:
             index = launch.local_rank()
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            if launch.local_world_size() > count:  # told on every rank, or some would wait for the others
+                raise UserError(
+                    f"device={name}: {launch.local_world_size()} processes here, but {count} CUDA device(s)"
+                )
         if (index or 0) >= count:
             there = f"{count} CUDA device(s)" if torch.version.cuda else "a PyTorch built without CUDA"
             raise UserError(f"device={name} is not there: this machine has {there}; use device=auto or device=cpu")
@@ -89,6 +95,13 @@ class Clock:
         """Stop the clock at the end of a lap."""
         self.pause()
         self._lap += 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside."""
+        self.pause()
+        yield
+        self.resume()
 
     def seconds(self) -> list[float]:
         """Return the seconds of each finished lap."""

@@ -63,7 +63,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         _free_memory(device)  # here, not in the except block: until that is left, the traceback holds the tensors
     series = training.history.series()
     if status == "finished" and (reason := _divergence(series, training)):
-        status = "diverged"
+        status = "failed" if set(training.history.outcomes) == {"empty"} else "diverged"
     metrics = _metrics(series, training)
     record = Record(
         run_id=identity.run_id,
@@ -82,7 +82,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
         weights=plain(_weights_in_full(training)),
         equivalence=plain(_equivalence(training)),
-        notes=training.notes,
+        notes=training.notes + _unusual(training),
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
     )
@@ -105,6 +105,8 @@ def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, fl
     losses, norms = series["train/loss"], series["train/grad_norm"]
     if losses:
         outcomes = training.history.outcomes
+        taken = [number for number, outcome in enumerate(outcomes) if outcome == "stepped"] or range(len(outcomes))
+        first, last = taken[0], taken[-1]
         metrics |= {
             "steps_done": outcomes.count("stepped"),
             "windows_overflowed": outcomes.count("overflow"),
@@ -112,12 +114,12 @@ def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, fl
             "windows_empty": outcomes.count("empty"),
             "micro_steps_done": len(series["train/micro_loss"]),
             "samples_seen": sum(training.samples[: len(losses)]),
-            "first_loss": losses[0],
-            "last_loss": losses[-1],
-            "first_grad_norm": norms[0],
-            "last_grad_norm": norms[-1],
-            "last_clipped_norm": series.get("train/clipped_norm", norms)[-1],
-            "last_lr": series["train/lr"][-1],
+            "first_loss": losses[first],
+            "last_loss": losses[last],
+            "first_grad_norm": norms[first],
+            "last_grad_norm": norms[last],
+            "last_clipped_norm": series.get("train/clipped_norm", norms)[last],
+            "last_lr": series["train/lr"][last],
         }
     if training.seconds:
         metrics |= _speed(training.seconds, training.samples)
@@ -186,6 +188,14 @@ def _result(training: Training, metrics: dict[str, float | int | None]) -> dict[
 def _is_small(state: State) -> bool:
     whole = sum(tensor.numel() for tensor in state.values())
     return whole <= SMALL_MODEL and not any(tensor.is_complex() for tensor in state.values())  # JSON knows no complex
+
+
+def _unusual(training: Training) -> list[str]:
+    """Say how many windows took no step, of which kind."""
+    outcomes = training.history.outcomes
+    kinds = {"skipped": "were not finite and skipped", "overflow": "overflowed float16", "empty": "held no item"}
+    counts = {words: outcomes.count(kind) for kind, words in kinds.items()}  # type: ignore[arg-type]
+    return [f"{count} of {len(outcomes)} windows {words}" for words, count in counts.items() if count]
 
 
 def _equivalence(training: Training) -> dict[str, Any]:

@@ -89,13 +89,9 @@ def notes(config: Config, model: nn.Module) -> list[str]:
     if config.batchnorm != "train" and not batchnorms:
         said.append(f"batchnorm={config.batchnorm} changes nothing: the model has no BatchNorm")
     samples = sum(next(config.plan(0)))
-    if config.epochs is not None and samples > config.problem.train_samples:
-        said.append(
-            f"an epoch is shorter than a window: of {samples} samples a step sees {config.problem.train_samples}"
-            if config.last_window == "flush"
-            else f"an epoch of {config.problem.train_samples} samples is shorter than a window of {samples}"
-        )
-        said[-1] += "; give steps instead of epochs, last_window=carry or a smaller window"
+    if config.epochs is not None and config.last_window == "flush" and samples > config.problem.train_samples:
+        short = f"an epoch is shorter than a window: of {samples} samples a step sees {config.problem.train_samples}"
+        said.append(f"{short}; give steps instead of epochs, last_window=carry or a smaller window")
     for note in said:
         logging.getLogger(__name__).warning("%s", note)
     return said

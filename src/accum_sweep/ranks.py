@@ -39,6 +39,12 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
     try:
         yield
+    except Exception as error:
+        if store.check(["failed"]):
+            first = store.get("failed").decode()
+            raise RuntimeError(f"another process failed: {first}") from error
+        store.set("failed", f"{type(error).__name__}: {error}")
+        raise
     finally:
         dist.destroy_process_group()
 
@@ -75,6 +81,15 @@ def check_same(number: int, model: nn.Module, what: str) -> None:
     if most != -least:
         span = f"from {-least:.0f} to {most:.0f}"
         raise ValueError(f"ranks have different numbers of {what}, {span}; give empty ones where there are less")
+
+
+def check_synchronized(model: nn.Module) -> None:
+    """Raise ValueError where DistributedDataParallel has averaged nothing, waiting for a parameter without gradient."""
+    if isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph):
+        waiting = [name for name, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+        if waiting:
+            remedy = "freeze it (requires_grad_(False)), or wrap the model with find_unused_parameters=True"
+            raise ValueError(f"parameter {waiting[0]} has no gradient, and DDP waits for it: {remedy}")
 
 
 def largest(number: int, model: nn.Module) -> int:

@@ -4,9 +4,9 @@ torch only. It works on a copy of the model, leaves gradients, buffers and rando
 run: where the full batch does not fit, the verdict says so.
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accum_sweep import ranks
-from accum_sweep.accumulate import Loss, Normalization, Window
+from accum_sweep.accumulate import Loss, Normalization, Window, mean_loss
 from accum_sweep.boundary import Boundary, Step
 from accum_sweep.equivalence import (
     Case,
@@ -23,6 +23,7 @@ from accum_sweep.equivalence import (
     dense,
     finite_full_batch,
     judge,
+    l2_norm,
     random_state,
     set_random_state,
     trainable,
@@ -30,6 +31,7 @@ from accum_sweep.equivalence import (
 from accum_sweep.memory import out_of_memory
 
 When = Literal["first_step", "every_step"]
+NORM_TOLERANCE = 0.01
 SEVERITY = ("equivalent", "not comparable", "different")
 
 
@@ -46,8 +48,10 @@ class FullWindow(Protocol):
 class Referee:
     """Give `watch` to `train`, call `begins` before a window and `ended` after its step; then ask for the `verdict`.
 
-    `model` is the one that is trained, before it is wrapped; it is copied here. `fits` tells whether there is room for
-    a full batch of so many micro-batches on a device. `lr_at` is the learning rate due in a step, counted from 0.
+    `model` is a copy of the one that is trained, before it is wrapped, for the referee's own use. `first_step` judges
+    the first step, and the first of each other form of window, such as a short last one. `fits` tells whether there is
+    room for a full batch of so many micro-batches on a device. `lr_at` is the learning rate due in a step, counted from
+    0. What is done when the optimizer is called, is done inside `aside`, so that a clock may leave it out.
     """
 
     def __init__(
@@ -60,44 +64,56 @@ class Referee:
         boundary: Boundary,
         lr_at: Callable[[int], float],
         fits: Callable[[int, torch.device], bool],
+        aside: Callable[[], AbstractContextManager[object]] = nullcontext,
+        compiled: bool = False,
     ) -> None:
-        self._twin = copy.deepcopy(model)
+        self._twin = model
+        self._aside, self._compiled = aside, compiled
         self._loss, self._normalization, self._unit = loss, normalization, unit
         self._when, self._boundary, self._lr_at, self._fits = when, boundary, lr_at, fits
         self._steps = 0  # taken so far
         self._verdicts: list[tuple[int, Verdict]] = []
-        self._reported: tuple[Window, float] | None = None
+        self._reported: float | None = None  # the loss of the window
         self._due: list[Tensor] | None = None  # the gradient that the optimizer must see
         self._seen = 0  # calls of the optimizer in this window
         self._model: nn.Module | None = None
         self._random: list[Tensor] = []
+        self._buffers: list[Tensor] = []
+        self._form: tuple[int, ...] = ()
+        self._forms: set[tuple[int, ...]] = set()  # judged
         self._hooks = [optimizer.register_step_pre_hook(self._stepping) for optimizer in boundary.optimizers]
 
-    def begins(self) -> None:
-        """Remember the random state, so that a full batch of one micro-batch draws what that drew."""
+    def begins(self, model: nn.Module, form: tuple[int, ...]) -> None:
+        """Remember what the window begins with, so that the full batch begins with it too.
+
+        `form` is the number of samples in each micro-batch.
+        """
+        self._model, self._form, self._seen = model, form, 0
         if self._wanted():
             self._random = random_state()
-        self._seen = 0
+            self._buffers = [ranks.whole(buffer.detach()).clone() for buffer in ranks.unwrapped(model).buffers()]
 
     def watch(self, model: nn.Module, micro_batches: FullWindow, window: Window) -> None:
         """Judge a finished gradient."""
         if not self._wanted():
             return
-        self._model = model
-        gradient = [dense(parameter.grad, parameter) for parameter in trainable(model)]
-        mean_loss = _mean_loss(window)
-        self._reported = window, mean_loss
-        verdict = self._judged(model, micro_batches, window, gradient, mean_loss)
+        try:
+            gradient = [dense(parameter.grad, parameter) for parameter in trainable(model)]
+            verdict = self._judged(model, micro_batches, window, gradient)
+            self._due = gradient
+        except Exception as error:  # no room for a copy of the gradient, say
+            verdict = Verdict("not comparable", f"the check fails ({type(error).__name__}: {error})")
+        self._reported = mean_loss(window)
         self._verdicts.append((self._steps, verdict))
-        self._due = self._clipped(gradient)
+        self._forms.add(self._form)
 
     def ended(self, step: Step) -> None:
         """Judge what was made of the window."""
         if step.outcome == "stepped":
             if self._reported is not None:
-                reported = self._reported[1]
-                if abs(step.loss - reported) > 1e-6 * abs(reported):
-                    self._accuse(f"the loss it reports is {step.loss:.4g}, that of the whole window {reported:.4g}")
+                if abs(step.loss - self._reported) > 1e-6 * abs(self._reported):
+                    whole = f"that of the whole window {self._reported:.4g}"
+                    self._accuse(f"the loss it reports is {step.loss:.4g}, {whole}")
                 if self._seen != len(self._hooks):
                     self._accuse(f"the optimizer was called {self._seen} times in one window")
             self._steps += 1
@@ -115,13 +131,11 @@ class Referee:
         return worst, len(self._verdicts), [verdict.relative_error for _, verdict in self._verdicts]
 
     def _wanted(self) -> bool:
-        return self._when == "every_step" or not self._verdicts
+        return self._when == "every_step" or self._form not in self._forms
 
-    def _judged(
-        self, model: nn.Module, micro_batches: FullWindow, window: Window, gradient: list[Tensor], mean_loss: float
-    ) -> Verdict:
+    def _judged(self, model: nn.Module, micro_batches: FullWindow, window: Window, gradient: list[Tensor]) -> Verdict:
         """Judge on the device of the run, or where its memory does not suffice, on the CPU."""
-        state = [ranks.whole(tensor.detach()) for tensor in _tensors(ranks.unwrapped(model))]
+        state = [ranks.whole(parameter.detach()) for parameter in ranks.unwrapped(model).parameters()] + self._buffers
         here, cpu = gradient[0].device, torch.device("cpu")
         pieces = {device: micro_batches.pieces(device) for device in (here, cpu)}
         for device in pieces:
@@ -137,11 +151,11 @@ class Referee:
                         batch=micro_batches.whole(device),
                         gradient=gradient,
                         items=window.total_items,
-                        mean_loss=mean_loss,
-                        counts=window.items,
+                        mean_loss=mean_loss(window),
                         normalization=self._normalization,
                         unit=self._unit,
                         scale=1.0 if scaler is None else scaler.get_scale(),
+                        reproducible=not self._compiled and device == here and here.type in ("cpu", "cuda"),
                     )
                     set_random_state(self._random)
                     reference, scale = finite_full_batch(case.model, case.batch, case.loss, case.scale)
@@ -160,28 +174,36 @@ class Referee:
                 own.copy_(tensor)
         return twin
 
-    def _clipped(self, gradient: list[Tensor]) -> list[Tensor]:
-        """Return, apart from the loop's own clipping, what must be left of a gradient."""
-        value, norm = self._boundary.clip_value, self._boundary.clip_norm
-        if value is not None:
-            return [entry.clamp(-value, value) for entry in gradient]
-        if norm is not None:
-            total = math.sqrt(math.fsum(float(entry.double().square().sum()) for entry in gradient))
-            return [entry * min(1.0, norm / total) if total else entry for entry in gradient]
-        return gradient
-
     def _stepping(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Judge, at the last moment before the weights move, gradient and learning rate."""
         self._seen += 1
         if self._due is None or self._model is None:
             return
-        seen = [dense(parameter.grad, parameter) for parameter in trainable(self._model)]
-        error = compare(seen, self._due)[0]
-        if error > 16 * torch.finfo(seen[0].dtype).eps:
-            self._accuse(f"the optimizer saw another gradient than the window's (relative error {error:.2g})")
-        lr, due = float(optimizer.param_groups[0]["lr"]), self._lr_at(self._steps)
-        if not math.isclose(lr, due, rel_tol=1e-9):
-            self._accuse(f"the learning rate was {lr:.6g}, due was {due:.6g}")
+        with self._aside():
+            try:
+                seen = [dense(parameter.grad, parameter) for parameter in trainable(self._model)]
+                if fault := self._clipping_fault(seen, self._due):
+                    self._accuse(f"the optimizer saw another gradient than the window's ({fault})")
+            except Exception as error:  # no room for a copy of the gradient, say
+                step, verdict = self._verdicts[-1]
+                reason = f"the check fails ({type(error).__name__}: {error})"
+                self._verdicts[-1] = step, replace(verdict, outcome="not comparable", reason=reason)
+            lr, due = float(optimizer.param_groups[0]["lr"]), self._lr_at(self._steps)
+            if not math.isclose(lr, due, rel_tol=1e-9):
+                self._accuse(f"the learning rate was {lr:.6g}, due was {due:.6g}")
+
+    def _clipping_fault(self, seen: list[Tensor], finished: list[Tensor]) -> str | None:
+        """Say how what the optimizer sees is not the finished gradient, clipped as it should be."""
+        value, norm, factor = self._boundary.clip_value, self._boundary.clip_norm, 1.0
+        if value is not None:
+            finished = [entry.clamp(-value, value) for entry in finished]
+        if norm is not None and (length := l2_norm(finished)) > norm:
+            # By its direction to the last digits, by its length not: float32 norms of many weights are coarse.
+            factor = l2_norm(seen) / length
+            if not math.isclose(factor, norm / length, rel_tol=NORM_TOLERANCE):
+                return f"clipped to a norm of {l2_norm(seen):.6g}, due was {norm:.6g}"
+        error, _ = compare(seen, [factor * entry for entry in finished])
+        return f"relative error {error:.2g}" if error > 16 * torch.finfo(seen[0].dtype).eps else None
 
     def _accuse(self, reason: str) -> None:
         step, verdict = self._verdicts[-1]
@@ -192,12 +214,6 @@ class Referee:
 def _badness(verdict: Verdict) -> float:
     """Return how far beyond its tolerance an error is."""
     return (verdict.relative_error or 0.0) / (verdict.tolerance or 1.0)
-
-
-def _mean_loss(window: Window) -> float:
-    if window.total_loss_sum is not None:
-        return window.total_loss_sum / window.total_items
-    return math.fsum(torch.stack(window.loss_sums).tolist()) / window.total_items
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -126,12 +126,13 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
 
 
 def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
-    """Say, for each reason there is, why which settings' gradients are as they are."""
+    """Say, for each reason there is, why which settings' gradients are as they are, and what else was noted."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for _, row in comparison.rows.iterrows():
         label = " ".join(f"{key}={_short(_plain(row[key]))}" for key in comparison.settings if not _missing(row[key]))
-        if row["verdict_reason"]:
-            by_reason.setdefault((row["verdict"], row["verdict_reason"]), []).append(label)
+        for kind, words in ((row["verdict"], row["verdict_reason"]), ("note", row["notes"])):
+            if words:
+                by_reason.setdefault((kind, words), []).append(label)
     lines = [f"{verdict}: {reason}{_of(labels)}" for (verdict, reason), labels in by_reason.items()]
     return ["", *(part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "]))] * bool(
         lines

@@ -32,6 +32,9 @@ def derive_sizes(
             found = f"{accum} with micro_batch_size={micro} and effective_batch_size={effective}"
             raise ConfigError([Fault("accum_steps", found, rule, "give any two of the three, the third follows")])
     elif micro is not None:
+        if micro > math.ceil(effective / processes):
+            rule = f"is more than a process's share of effective_batch_size={effective}"
+            raise ConfigError([Fault("micro_batch_size", micro, rule, "lower it, or raise effective_batch_size")])
         accum = math.ceil(effective / (micro * processes))
     else:
         accum = accum or _own_accum_steps(problem, processes)

@@ -19,6 +19,7 @@ def sketch(tensors: Iterable[Tensor]) -> list[float]:
     total = torch.zeros(SIZE, dtype=torch.float64)
     position = 0
     for tensor in tensors:
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         for chunk in tensor.detach().flatten().split(CHUNK):  # type: ignore[no-untyped-call]
             bucket, sign = _hash(torch.arange(position, position + len(chunk)))
             total.index_add_(0, bucket, chunk.double() * sign)

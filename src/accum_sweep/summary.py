@@ -46,8 +46,8 @@ class Comparison:
 
     `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
     column for each of `settings`, then `runs`, `finished`, `reason`, the gravest `verdict` of them on equivalence and
-    `verdict_reason`, and for each metric m in `metrics` the columns m (mean over seeds; of `gradient_error` the
-    largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances, geometric mean of
+    `verdict_reason`, their `notes`, and for each metric m in `metrics` the columns m (mean over seeds; of
+    `gradient_error` the largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances, geometric mean of
     the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` and `final_sketch` are lists and have no
     spread.
     """
@@ -116,6 +116,7 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
         row: dict[str, Any] = dict(zip(by, values, strict=True))
         row |= {"runs": len(group), "finished": finished, "reason": _reasons(group)}
         row |= dict(zip(("verdict", "verdict_reason"), _verdict(group), strict=True))
+        row["notes"] = "; ".join(dict.fromkeys(group["notes"].dropna()))
         for metric in metrics:
             row[metric] = done[metric].max() if COMPARED[metric] == "largest" else _mean(done[metric])
             if metric not in LISTS:
@@ -150,7 +151,7 @@ def _set_against_baseline(seeds: pd.DataFrame, settings: Sequence[str], kind: st
     """Add to each row how it stands to accum_steps=1 with the same seed and the same other settings."""
     accum, derived = SIZES[0], SIZES[2] if kind == SIZES[1] else SIZES[1]
     key = [setting for setting in settings if setting not in (accum, derived)] + ["seed"]
-    first = seeds.loc[seeds[accum] == 1, [*key, *metrics, "data"]]
+    first = seeds.loc[seeds[accum] == 1, [*key, *metrics, "data"]].drop_duplicates(key)
     baseline = seeds[key].merge(first, how="left", on=key).set_axis(seeds.index)
     for metric in metrics:
         pairs = zip(seeds[metric], baseline[metric], strict=True)
@@ -246,6 +247,7 @@ def _reasons(group: pd.DataFrame) -> str:
 
 def _verdict(group: pd.DataFrame) -> tuple[str, str]:
     """Return the gravest verdict of the runs, and the reasons given for it."""
+    group = group[group["status"] == "finished"]
     found = [verdict for verdict in VERDICTS if (group["verdict"] == verdict).any()]
     if not found:
         return "", ""

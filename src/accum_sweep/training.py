@@ -26,6 +26,7 @@ from accum_sweep.preparation import boundary, in_precision, notes, prepare, set_
 from accum_sweep.problems import Problem
 from accum_sweep.referee import Referee
 
+PATIENCE = 64  # windows that may hold no item before the memory of a step is given up on
 State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
 
 
@@ -83,8 +84,10 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     so_far.initial = _state(model)
     so_far.weights = [name for name, _ in ranks.unwrapped(model).named_parameters()]
     loss = in_precision(config, problem.loss, device)
-    lr_at = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, _count_windows(config))
-    end = boundary(config, model, device, _count_windows(config))
+    steps = _count_windows(config)
+    lr_at = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, steps)
+    end = boundary(config, model, device, steps)
+    clock = Clock(device)
     referee = None
     if twin is not None and config.equivalence != "off":
         set_batchnorm(config, twin)
@@ -97,21 +100,22 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
             boundary=end,
             lr_at=lambda step: config.lr * lr_at(step),
             fits=memory.fits,
+            aside=clock.paused,
+            compiled=config.compile,
         )
-    clock = Clock(device)
 
     def watch(micro_batches: Any, window: Window) -> None:
         if referee is not None:
-            clock.pause()
-            referee.watch(model, micro_batches, window)
-            clock.resume()
+            with clock.paused():
+                referee.watch(model, micro_batches, window)
 
     def batches() -> Iterator[MicroBatches]:
         for window in _windows(config, problem):
             so_far.samples.append(sum(map(len, window)))
-            so_far.data.update(torch.cat(window).sort().values.numpy().tobytes())
+            samples = torch.cat(window).sort().values
+            so_far.data.update(len(samples).to_bytes(8, "big") + samples.numpy().tobytes())
             if referee is not None:
-                referee.begins()
+                referee.begins(model, tuple(map(len, window)))
             clock.resume()
             yield MicroBatches(problem, window, device, launch.rank(), config.processes)
 
@@ -178,17 +182,22 @@ def _measure_memory(config: Config, problem: Problem, device: torch.device) -> _
 
     A copy of the model is trained just long enough to reach the run's peak. Of several ranks the largest peak counts.
     """
-    first = _short_windows(config, problem)
+    short, needed = _short_windows(config, problem)  # here: the order of the data is no part of the peak
     fixed = 0
 
     def short_pass() -> None:
         nonlocal fixed
         model = prepare(config, copy.deepcopy(problem.model), problem.blocks, device)
         end = boundary(config, model, device, max(1, config.warmup_steps))
+        if end.scaler is not None:  # at a scale that does not overflow, or no step would be taken here
+            end.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
         loss = in_precision(config, problem.loss, device)
-        batches = (MicroBatches(problem, window, device, launch.rank(), config.processes) for window in first)
-        for _ in train(model, end, batches, functools.partial(_accumulate, config, loss, end.scaler)):
-            pass
+        taken = 0
+        batches = (MicroBatches(problem, window, device, launch.rank(), config.processes) for window in short)
+        for step in train(model, end, batches, functools.partial(_accumulate, config, loss, end.scaler)):
+            taken += step.outcome == "stepped"
+            if taken == needed:
+                break
         states = [value for state in end.optimizers[0].state.values() for value in state.values()]
         tensors = [*model.parameters(), *model.parameters(), *filter(torch.is_tensor, states)]
         fixed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -199,8 +208,8 @@ def _measure_memory(config: Config, problem: Problem, device: torch.device) -> _
     return _Memory(peak, fixed)
 
 
-def _short_windows(config: Config, problem: Problem) -> list[list[Tensor]]:
-    """Return windows that reach the peak of the whole training.
+def _short_windows(config: Config, problem: Problem) -> tuple[list[list[Tensor]], int]:
+    """Return windows, and how many steps it takes of them to reach the peak of the whole training.
 
     That takes two steps, the second with the optimizer's state in place, of two micro-batches each, the second with
     gradients in place; the first ones of a window are the largest. Where a problem's own mini-batches are of unequal
@@ -209,16 +218,16 @@ def _short_windows(config: Config, problem: Problem) -> list[list[Tensor]]:
     if config.micro_batch_size is None:
         written = len(config.problem.written_micro_batch_sizes or ())
         repeat = written // gcd(written, config.accum_steps_at(0) * config.processes)
-        return list(islice(_windows(config, problem), 1 + repeat))
+        return list(islice(_windows(config, problem), 1 + repeat)), 1 + repeat
     longest = max(config.accum_schedule, key=lambda pair: pair[1])[0] if config.accum_schedule else 0
     orders = windows.sample_order(config.problem.train_samples, None)
     plan = config.plan(longest)
     found = (
-        windows.windows_by_steps(orders, lambda _: plan, 2)
+        windows.windows_by_steps(orders, lambda _: plan, PATIENCE)
         if config.accum_schedule
-        else islice(_windows(config, problem), 2)
+        else islice(_windows(config, problem), PATIENCE)
     )
-    return [window[: 2 * config.processes] for window in found]
+    return [window[: 2 * config.processes] for window in found], 2
 
 
 def _state(model: nn.Module) -> State:
