@@ -169,6 +169,14 @@ def different_numbers(rank: int) -> str:
     return "accepted"
 
 
+def with_accumulator(rank: int) -> str:
+    try:
+        accumulate_gradients(model_of("ddp", torch.bfloat16), cut([8] * 8, rank), loss, accumulator=torch.float32)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
 def unused_parameter(rank: int) -> str:
     model = model_of("ddp", torch.float64)
 
@@ -207,6 +215,7 @@ def main() -> None:
         "every": communications(rank, accumulate_gradients, sync_every_micro_batch=True),
         "without no_sync": communications(rank, without_no_sync),
         "different numbers": different_numbers(rank),
+        "accumulator": with_accumulator(rank),
         "unused": unused_parameter(rank),
         "boundaries": boundaries(rank),
     }

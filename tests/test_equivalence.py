@@ -182,12 +182,12 @@ COSINE = ("steps=3", "lr_schedule=cosine", "warmup_steps=1")
 SHORT_WINDOW = ("problem.test_samples=1701", "epochs=1")  # of 96 samples: four micro-batches, and two
 ALL = tuple(OPTIMIZERS)
 
-# What is planted, in which run, under which optimizers, and the reason that must be found.
 ANOTHER_GRADIENT = (
     r"the optimizer saw another gradient than the window's "
     r"\((relative error|clipped to a norm of) [^()]+\) \(step \d\)"
 )
 
+# What is planted, in which run, under which optimizers, and the reason that must be found.
 FAULTS: dict[str, tuple[Callable[[Patch], None], tuple[str, ...], tuple[str, ...], str]] = {
     "undivided sum": (
         in_the_loop(loop(lambda items, _: 1 / items)),
@@ -469,7 +469,12 @@ def own(dtype: torch.dtype, fault: str = "") -> Problem:
         loss_sum, items = squared(model, batch)
         return loss_sum * 1e-7, items  # in float16 its slopes vanish unless they are scaled
 
+    def drawing(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
+        loss_sum, items = squared(model, batch)
+        return loss_sum * (1 + torch.rand(())), items  # once a pass, so splits differ in how often
+
     losses = {"mean": mean, "miscounted": miscounted, "micro-batches only": micro_batches_only, "tiny": tiny}
+    losses["drawing"] = drawing
     between: nn.Module = Centred(fault == "coupled backward") if "coupled" in fault else nn.Identity()
     model = nn.Sequential(nn.Linear(3, 4), between, nn.Tanh(), nn.Linear(4, 1)).to(dtype)
     x = torch.rand(64, 3, dtype=dtype)
@@ -525,16 +530,25 @@ def test_a_model_that_takes_micro_batches_only_is_told_and_trains(tmp_path: Path
     assert (found, why) == ("not comparable", "the full batch fails (ValueError: batches of 8 only)")
 
 
+def test_a_loss_that_draws_random_numbers_is_told(tmp_path: Path) -> None:
+    found, why = own_problem(tmp_path / "four", "drawing")
+    assert found == "not comparable"
+    assert why.startswith("the model draws random numbers in training, as dropout does: ")
+    assert own_problem(tmp_path / "one", "drawing", "accum_steps=1") == ("equivalent", "")
+
+
 def test_a_full_batch_that_does_not_fit_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: Patch) -> None:
     words = (*MLP, "steps=3", EVERY)
     peak = run_here(tmp_path / "measured", *words).metrics["peak_allocated_bytes"]
     assert peak is not None
-    # Weights and all need room once, activations four times: more than the peak, and less than four times it.
-    monkeypatch.setattr(training, "free_bytes", lambda _: peak)
+    # Weights and all need room once, activations four times: more than what one micro-batch just fits into, and less
+    # than four times that.
+    monkeypatch.setattr(training, "free_bytes", lambda _: peak + 1)
     record = run_here(tmp_path / "small", *words)
     assert (record.status, record.metrics["steps_done"]) == ("finished", 3)
     assert verdict(record) == ("not comparable", "the full batch does not fit into memory")
     assert record.metrics["gradient_error"] is None
+    assert verdict(run_here(tmp_path / "one", *words, "accum_steps=1")) == ("equivalent", "")
     monkeypatch.setattr(training, "free_bytes", lambda _: 4 * peak)
     assert verdict(run_here(tmp_path / "large", *words)) == ("equivalent", "")
 
@@ -641,6 +655,7 @@ UNCHANGED = {
     "bf16-params": (*MLP, "precision=bf16-params"),
     "dropout": (*GPT, "problem.dropout=0.1", "optimizer=adamw"),
     "dropout, one micro-batch": (*GPT, "problem.dropout=0.1", "accum_steps=1"),
+    "draws once a pass": (*OWN, "problem.factory=test_equivalence:own", "problem.arguments={fault:drawing}"),
     "buffers": (*CNN, "problem.norm=batch"),
     "buffers, corrected": (*CNN, "problem.norm=batch", "batchnorm=corrected_momentum"),
     "a fault": (*MLP, "normalization=sum", "lr=0.01"),
@@ -748,3 +763,26 @@ def test_a_parameter_that_is_not_used_has_a_zero_gradient_on_both_sides() -> Non
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     assert compare(found, reference.gradient)[0] < 1e-6
     assert not reference.gradient[2].any()
+
+
+# Models with a state of their own
+
+
+def spectral(dtype: torch.dtype) -> Problem:
+    x = torch.rand(64, 3, dtype=dtype)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), nn.Linear(4, 1)).to(dtype)
+    return Problem(model, (x, x.sum(dim=1, keepdim=True)), squared)
+
+
+def test_a_model_that_changes_in_every_forward_is_judged_from_where_the_window_began(tmp_path: Path) -> None:
+    words = (*OWN, "problem.factory=test_equivalence:spectral", "precision=fp64", "steps=3", EVERY)
+    assert verdict(run_here(tmp_path / "one", *words, "accum_steps=1")) == ("equivalent", "")
+    found, why = verdict(run_here(tmp_path / "four", *words))
+    assert found == "not comparable"
+    assert "the model changes in every forward pass (0.parametrizations.weight.0._u" in why
+
+
+def test_float32_norms_of_many_weights_accuse_nobody(tmp_path: Path) -> None:
+    words = ("problem=digits_mlp", "problem.hidden=20000", "effective_batch_size=8", "accum_steps=2", "steps=1")
+    record = run_here(tmp_path, *words, "clip_norm=0.001")
+    assert verdict(record) == ("equivalent", "")

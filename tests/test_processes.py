@@ -83,6 +83,10 @@ def test_ranks_with_different_numbers_of_micro_batches_are_refused_and_do_not_ha
         assert "different numbers of micro-batches, from 3 to 4" in found["different numbers"]
 
 
+def test_an_accumulator_which_no_rank_would_synchronize_is_refused(ranks: list[dict[str, Any]]) -> None:
+    assert all("cannot be used on several ranks" in found["accumulator"] for found in ranks)
+
+
 def test_a_parameter_that_ddp_waits_for_in_vain_is_told(ranks: list[dict[str, Any]]) -> None:
     """Nothing was averaged then, and each rank would go its own way."""
     for found in ranks:

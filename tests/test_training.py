@@ -1,5 +1,6 @@
 """What a run measures and keeps: of its own steps, of its data as said, and when it ends before its time."""
 
+import functools
 import gc
 import itertools
 import json
@@ -203,3 +204,31 @@ def test_cuda_gives_one_peak_run_after_run_and_the_weights_of_the_cpu(workdir: P
 def test_the_training_so_far_is_empty_before_it_begins() -> None:
     so_far = training.Training()
     assert so_far.history.series() == {"train/loss": [], "train/grad_norm": [], "train/lr": [], "train/micro_loss": []}
+
+
+def test_the_same_samples_in_other_windows_are_other_data(tmp_path: Path) -> None:
+    words = ("problem.batches=[{x:[[1],[2],[3],[4]],y:[1,2,3,4]}]", "micro_batch_size=1", "epochs=1")
+    four, two, again = (
+        run_here(tmp_path / str(number), *words, f"accum_steps={steps}").equivalence["data"]
+        for number, steps in enumerate((4, 2, 4))
+    )
+    assert four != two
+    assert four == again
+
+
+def test_the_peak_of_float16_is_that_of_a_step_that_was_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("problem=digits_mlp", "optimizer=adamw", "precision=fp16", "steps=3")
+    usual = run_here(tmp_path / "usual", *words).metrics["peak_allocated_bytes"]
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40)
+    monkeypatch.setattr("accum_sweep.preparation.torch.amp.GradScaler", scaler)
+    record = run_here(tmp_path / "overflowing", *words)
+    assert record.metrics["windows_overflowed"] == 3
+    assert usual is not None
+    assert record.metrics["peak_allocated_bytes"] == pytest.approx(usual, rel=1e-3)
+
+
+def test_a_window_that_is_never_full_is_noted(tmp_path: Path) -> None:
+    words = ("problem=digits_mlp", "problem.test_samples=1700", "micro_batch_size=64", "accum_steps=4", "epochs=2")
+    (note,) = run_here(tmp_path / "flush", *words).notes
+    assert "of 256 samples a step sees 97" in note
+    assert not run_here(tmp_path / "carry", *words, "last_window=carry").notes

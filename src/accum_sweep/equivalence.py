@@ -166,13 +166,13 @@ def judge(case: Case, reference: Reference) -> Verdict:
     again = _accumulated_again(case, _wide(case.gradient[0].dtype))
     # Rounding is an excuse only where careful accumulation of the same micro-batches misses the full batch as well.
     if not _close(again.gradient, again.mean_loss, reference, allowed):
+        if reference.moved and pieces > 1:
+            reason = f"the model changes in every forward pass ({_listed(reference.moved)})"
+            return Verdict("not comparable", reason, **numbers)
         if _is_noise(case, reference, allowed):
             return Verdict("equivalent", "the gradient is so small that its last digits are rounding", **numbers)
         if _is_nearer(case, reference, allowed):
             return Verdict("equivalent", "nearer to the gradient in float32 than the full batch's is", **numbers)
-        if reference.moved and pieces > 1:
-            reason = f"the model changes in every forward pass ({_listed(reference.moved)})"
-            return Verdict("not comparable", reason, **numbers)
     return Verdict("different", _why(case, reference, again, allowed, pieces), **numbers)
 
 

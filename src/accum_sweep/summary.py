@@ -45,11 +45,11 @@ class Comparison:
     """One table: the runs of one kind of sweep, one row a setting.
 
     `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
-    column for each of `settings`, then `runs`, `finished`, `reason`, the gravest `verdict` of them on equivalence and
+    column for each of `settings`, then `runs`, `finished`, `reason`, the gravest `verdict` of them on equivalence,
     `verdict_reason`, their `notes`, and for each metric m in `metrics` the columns m (mean over seeds; of
-    `gradient_error` the largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2 distances, geometric mean of
-    the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` and `final_sketch` are lists and have no
-    spread.
+    `gradient_error` the largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2
+    distances, geometric mean of the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` and
+    `final_sketch` are lists and have no spread.
     """
 
     kind: str
