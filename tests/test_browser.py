@@ -231,8 +231,8 @@ def test_a_runs_pages_show_its_parameters_metrics_and_curves_and_why_it_did_not_
         assert any(record.reason in text for text in page.texts)
     path, _, query = address.partition("?")
     curves = {f"{name} ({series})" for series in record.series}  # the charts' legends
-    assert len(curves) == 3
-    # A single value that is not finite would take all three charts away.
+    assert len(curves) == 4
+    # A single value that is not finite would take all four charts away.
     assert curves <= set(browser.look(f"{path}/model-metrics?{query}", *curves).texts)
 
 
