@@ -204,7 +204,7 @@ def test_a_single_run_that_fails_has_its_record_and_exit_code_1(cli: Cli, tmp_pa
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_keeps_what_is_finished_and_closes(tmp_path: Path, how: signal.Signals) -> None:
-    words = ["-m", "seed=range(0,20)", "problem=digits_mlp", "epochs=200", "tracking=none"]
+    words = ["-m", "seed=range(0,20)", "problem=digits_mlp", "epochs=40", "tracking=none"]
     process = subprocess.Popen(
         [sys.executable, "-m", "accum_sweep", *words],
         cwd=tmp_path,
