@@ -1,5 +1,6 @@
 """What the tests share: the real command line in a folder of its own, and a watch on what a test leaves behind."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -34,7 +35,12 @@ def _nothing_leaks() -> Iterator[None]:
     changed = {key for key in before.keys() | os.environ.keys() if before.get(key) != os.environ.get(key)}
     left = {name for name in changed if not name.startswith(SET_BY_IMPORTS)}
     assert not left, "environment leaked"
-    alive = [thread for thread in set(threading.enumerate()) - threads if thread.is_alive() and not thread.daemon]
+    new = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    if new:
+        gc.collect()  # a pool that an exception's traceback holds ends with it
+    for thread in new:
+        thread.join(timeout=5)
+    alive = [thread for thread in new if thread.is_alive()]
     assert not alive, "threads leaked"
 
 
