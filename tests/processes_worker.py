@@ -169,6 +169,20 @@ def different_numbers(rank: int) -> str:
     return "accepted"
 
 
+def wrapped_in_part(kind: str, rank: int) -> str:
+    """The fault: an inner module is wrapped for several ranks, the model itself is not."""
+    model = nn.Sequential(model_of(kind, torch.float64))
+
+    def inner(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return loss(model[0], batch)  # type: ignore[index]
+
+    try:
+        accumulate_gradients(model, cut([8] * 8, rank), inner)
+    except ValueError as refused:
+        return str(refused)
+    return "accepted"
+
+
 def with_accumulator(rank: int) -> str:
     try:
         accumulate_gradients(model_of("ddp", torch.bfloat16), cut([8] * 8, rank), loss, accumulator=torch.float32)
@@ -215,6 +229,7 @@ def main() -> None:
         "every": communications(rank, accumulate_gradients, sync_every_micro_batch=True),
         "without no_sync": communications(rank, without_no_sync),
         "different numbers": different_numbers(rank),
+        "in part": [wrapped_in_part(kind, rank) for kind in ("ddp", "fsdp")],
         "accumulator": with_accumulator(rank),
         "unused": unused_parameter(rank),
         "boundaries": boundaries(rank),

@@ -25,8 +25,10 @@ from accum_sweep.boundary import Boundary, Step
 from accum_sweep.check import check
 from accum_sweep.compose import compose
 from accum_sweep.config import Config
-from accum_sweep.equivalence import compare, full_batch, tolerance
+from accum_sweep.equivalence import tolerance
 from accum_sweep.execute import execute
+from accum_sweep.full_batch import full_batch
+from accum_sweep.gradients import compare
 from accum_sweep.problems import Problem
 from accum_sweep.record import Identity, Record
 from test_problems import HF

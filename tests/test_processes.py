@@ -83,6 +83,12 @@ def test_ranks_with_different_numbers_of_micro_batches_are_refused_and_do_not_ha
         assert "different numbers of micro-batches, from 3 to 4" in found["different numbers"]
 
 
+def test_a_model_that_is_wrapped_in_part_is_refused(ranks: list[dict[str, Any]]) -> None:
+    """It would be taken for one rank's, and its gradient scaled wrongly."""
+    for found in ranks:
+        assert all("the model around it is not; wrap the whole model" in said for said in found["in part"])
+
+
 def test_an_accumulator_which_no_rank_would_synchronize_is_refused(ranks: list[dict[str, Any]]) -> None:
     assert all("cannot be used on several ranks" in found["accumulator"] for found in ranks)
 
@@ -167,28 +173,58 @@ def test_the_textbook_is_the_textbook(tmp_path: Path, cli: Cli) -> None:
     assert found["final_weight"] == pytest.approx(expected["final_weight"], rel=1e-6)
 
 
-FAILS_ON_THE_SECOND = """
+UNLUCKY = """
 import os
 import torch
 from accum_sweep.problems import Problem
 
 def make(dtype, fails):
     def loss(model, batch):
-        if fails and os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "1" and fails == "loss":
             raise RuntimeError("no luck on this one")
+        if os.environ["RANK"] == "1" and fails == "exit":
+            raise SystemExit(3)
         return model(batch[0]).square().sum(), len(batch[0])
 
+    if os.environ["RANK"] == "1" and fails == "build":
+        raise MemoryError("not enough memory on this one")
     return Problem(torch.nn.Linear(2, 1).to(dtype), (torch.ones(8, 2, dtype=dtype),), loss)
+"""
+IMPATIENT = """
+import sys
+from datetime import timedelta
+from accum_sweep import process_group
+from accum_sweep.__main__ import main
+
+process_group.PATIENCE = timedelta(seconds=6)  # under FSDP one that failed is waited for
+sys.exit(main())
 """
 
 
 def test_a_process_that_fails_ends_the_run_and_not_the_sweep(tmp_path: Path) -> None:
-    (tmp_path / "unlucky.py").write_text(FAILS_ON_THE_SECOND)
+    (tmp_path / "unlucky.py").write_text(UNLUCKY)
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
     words = ("problem=custom", "problem.factory=unlucky:make", "problem.samples=8", "micro_batch_size=2")
-    swept = "problem.arguments={fails: true},{fails: false}"
-    done = torchrun(tmp_path, "-m", "accum_sweep", "-m", *words, swept, "tracking=none")
+    fails = ("loss", "exit", "build", "never")
+    swept = "problem.arguments=" + ",".join(f"{{fails:{how}}}" for how in fails)
+    done = torchrun(tmp_path, "impatient.py", "-m", *words, swept, "parallel=ddp,fsdp", "tracking=none")
     assert done.returncode != 0
-    assert [record["status"] for record in records(tmp_path)] == ["failed", "finished"], done.stderr[-3000:]
+    found = records(tmp_path)
+    assert [(r["config"]["problem"]["arguments"]["fails"], r["config"]["parallel"]) for r in found] == [
+        (how, parallel) for how in fails for parallel in ("ddp", "fsdp")
+    ]
+    assert [r["status"] for r in found] == [*["failed"] * 4, *["oom"] * 2, *["finished"] * 2], done.stderr[-3000:]
+    reasons = ("RuntimeError: no luck on this one", "SystemExit: 3", "MemoryError: not enough memory on this one")
+    for record in found[:6]:
+        expected = reasons[fails.index(record["config"]["problem"]["arguments"]["fails"])]
+        assert f"another process failed: {expected}" in record["reason"]
+
+
+def test_one_process_answers_a_question(tmp_path: Path, cli: Cli) -> None:
+    assert cli("tracking=none").returncode == 0
+    done = torchrun(tmp_path, "-m", "accum_sweep", "summary", "all", "--csv", "-")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == cli("summary", "all", "--csv", "-").stdout
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from accum_sweep import launch
 from accum_sweep.errors import RunsFailed, UserError
 from accum_sweep.verbs import VERBS
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> None:
     if arguments and arguments[0] in VERBS:
+        if launch.rank() > 0:  # of several processes one answers
+            return
         VERBS[arguments[0]](arguments[1:])
     elif arguments == ["--version"]:
         from accum_sweep.environment import versions

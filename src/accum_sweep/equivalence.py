@@ -22,7 +22,7 @@ nearer to its gradient in float32 than it is, is not accused.
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,27 +30,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from accum_sweep import ranks
 from accum_sweep.accumulate import Loss, Normalization, accumulate_gradients, mean_loss
+from accum_sweep.full_batch import Reference, full_batch
+from accum_sweep.gradients import Gradient, compare, dense, distance, dot, l2_norm, trainable
 
 Outcome = Literal["equivalent", "different", "not comparable"]
 COARSE = (torch.bfloat16, torch.float16)
 LOSS_TOLERANCE = 1e-4  # relative; positive and negative losses may cancel, and a wrong loss is farther off
 COUPLED = "something in the model or the loss couples the samples of a micro-batch"
 FEW = 8  # counts that are listed in a reason
-
-Gradient = list[Tensor]  # by parameter that requires one
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The gradient of the mean loss of one full batch, in one forward and backward."""
-
-    gradient: Gradient
-    loss: float  # mean over items
-    items: int
-    draws: bool  # whether the model drew random numbers on the way
-    moved: tuple[str, ...] = ()  # buffers that it changed on the way, other than BatchNorm's
 
 
 @dataclass(frozen=True)
@@ -89,62 +77,6 @@ class Case:
 def tolerance(unit: float, summed_with: float, micro_batches: int) -> float:
     """Return the largest relative error that rounding explains; the module says why."""
     return 16 * summed_with * math.sqrt(micro_batches) + (4 * unit if unit > summed_with else 0.0)
-
-
-def full_batch(model: nn.Module, batch: Any, loss: Loss, scale: float = 1.0) -> Reference:
-    """Compute the reference. `.grad` is left as it is; buffers and random state may move."""
-    parameters = trainable(model)
-    before, buffers = random_state(), {name: buffer.clone() for name, buffer in _own_buffers(model)}
-    loss_sum, items = loss(model, batch)
-    draws = any(not torch.equal(a, b) for a, b in zip(before, random_state(), strict=True))
-    moved = tuple(name for name, buffer in _own_buffers(model) if not torch.equal(buffer, buffers[name]))
-    weight = torch.full_like(loss_sum, scale / int(items))
-    found = torch.autograd.grad(loss_sum, parameters, weight, allow_unused=True)
-    gradient = [dense(g, p).div_(scale) for g, p in zip(found, parameters, strict=True)]
-    return Reference(gradient, float(loss_sum.detach()) / int(items), int(items), draws, moved)
-
-
-def _own_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for prefix, module in model.named_modules():
-        if not isinstance(module, _BatchNorm):
-            yield from module.named_buffers(prefix, recurse=False)
-
-
-def finite_full_batch(model: nn.Module, batch: Any, loss: Loss, scale: float) -> tuple[Reference, float]:
-    """Compute the reference with `scale`, or the next lower one, by halves, at which it does not overflow."""
-    while True:
-        state = random_state()
-        reference = full_batch(model, batch, loss, scale)
-        if scale <= 1 or all(bool(gradient.isfinite().all()) for gradient in reference.gradient):
-            return reference, scale
-        set_random_state(state)
-        scale /= 2
-
-
-def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that take a gradient, shared ones once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def dense(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """Return a copy of a gradient, whole and dense; zeros where there is none."""
-    if gradient is None:
-        gradient = torch.zeros_like(parameter)
-    whole = ranks.whole(gradient.detach())
-    whole = whole.to_dense() if whole.is_sparse else whole.clone()
-    return torch.view_as_real(whole) if whole.is_complex() else whole
-
-
-def compare(found: Gradient, expected: Gradient) -> tuple[float, float]:
-    """Return relative L2 error and cosine over all parameters together, in float64. Two zeros are equal."""
-    distance, norm, other = (
-        _distance(found, expected),
-        math.sqrt(_dot(expected, expected)),
-        math.sqrt(_dot(found, found)),
-    )
-    if norm == 0 or other == 0:
-        return (0.0, 1.0) if norm == other else (math.inf, 0.0)
-    return distance / norm, _dot(found, expected) / (norm * other)
 
 
 def judge(case: Case, reference: Reference) -> Verdict:
@@ -204,7 +136,7 @@ def _is_noise(case: Case, reference: Reference, allowed: float) -> bool:
     noise, loss_noise = _noise(case, reference)
     loss_error = abs(case.mean_loss - reference.loss)
     loss_allowed = max(4 * loss_noise, max(allowed, LOSS_TOLERANCE) * abs(reference.loss))
-    return _distance(case.gradient, reference.gradient) <= 4 * noise and loss_error <= loss_allowed
+    return distance(case.gradient, reference.gradient) <= 4 * noise and loss_error <= loss_allowed
 
 
 def _is_nearer(case: Case, reference: Reference, allowed: float) -> bool:
@@ -215,8 +147,8 @@ def _is_nearer(case: Case, reference: Reference, allowed: float) -> bool:
     if case.gradient[0].dtype not in COARSE:
         return False
     exact = full_batch(copy.deepcopy(case.model).float(), _as_float(case.batch), case.loss)
-    nearest = max(_distance(reference.gradient, exact.gradient), allowed * l2_norm(exact.gradient))
-    return _distance(case.gradient, exact.gradient) <= nearest and abs(case.mean_loss - exact.loss) <= allowed * abs(
+    nearest = max(distance(reference.gradient, exact.gradient), allowed * l2_norm(exact.gradient))
+    return distance(case.gradient, exact.gradient) <= nearest and abs(case.mean_loss - exact.loss) <= allowed * abs(
         exact.loss
     )
 
@@ -242,7 +174,7 @@ def _why(case: Case, reference: Reference, again: "_Again", allowed: float, piec
         return f"{COUPLED} ({losses})"
     if compare(again.gradient, reference.gradient)[0] > 4 * allowed:
         return COUPLED
-    factor = _dot(case.gradient, reference.gradient) / (_dot(reference.gradient, reference.gradient) or math.nan)
+    factor = dot(case.gradient, reference.gradient) / (dot(reference.gradient, reference.gradient) or math.nan)
     scaled = [factor * gradient for gradient in reference.gradient]
     counts = _listed([str(count) for count in again.counts])
     if case.normalization == "mean" and len(set(again.counts)) > 1:
@@ -296,42 +228,11 @@ def _noise(case: Case, reference: Reference) -> tuple[float, float]:
     with torch.no_grad():
         for parameter, value in zip(trainable(case.model), before, strict=True):
             parameter.copy_(value)
-    return _distance(moved.gradient, reference.gradient), abs(moved.loss - reference.loss)
+    return distance(moved.gradient, reference.gradient), abs(moved.loss - reference.loss)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def l2_norm(gradient: Gradient) -> float:
-    """Return the L2 norm over all parameters together, in float64."""
-    return math.sqrt(_dot(gradient, gradient))
-
-
-def _distance(found: Gradient, expected: Gradient) -> float:
-    pairs = zip(found, expected, strict=True)
-    return math.sqrt(math.fsum(float((_exact(a, b) - _exact(b, b)).square().sum()) for a, b in pairs))
-
-
-def _dot(a: Gradient, b: Gradient) -> float:
-    return math.fsum(float((_exact(x, y) * _exact(y, y)).sum()) for x, y in zip(a, b, strict=True))
-
-
-def _exact(tensor: Tensor, beside: Tensor) -> Tensor:
-    """Return the tensor in float64, on the other's device; Apple's GPUs know no float64."""
-    return tensor.to("cpu" if beside.device.type == "mps" else beside.device).double()
-
-
-def set_random_state(state: list[Tensor]) -> None:
-    """Put torch's global generators into a state that `random_state` returned."""
-    torch.set_rng_state(state[0])
-    if len(state) > 1:
-        torch.cuda.set_rng_state_all(state[1:])
-
-
-def random_state() -> list[Tensor]:
-    """Return the state of torch's global generators, the CPU's first."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -18,12 +18,13 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from accum_sweep import environment, ranks
+from accum_sweep import environment
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
 from accum_sweep.memory import out_of_memory
 from accum_sweep.precision import matrix_products
+from accum_sweep.process_group import joined
 from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
 from accum_sweep.sketch import sketch
 from accum_sweep.training import State, Training, train_and_measure
@@ -49,7 +50,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     try:
         device = resolve(config.device, config.precision)
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with forked, matrix_products(config.precision, device), ranks.joined(device, config.processes):
+        with forked, matrix_products(config.precision, device), joined(device, config.processes):
             train_and_measure(config, device, training)
     except UserError as error:
         status, reason = "failed", str(error)

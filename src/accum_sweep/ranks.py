@@ -3,62 +3,32 @@
 torch only. A model that is not wrapped is one rank, whatever runs beside it, and nothing here costs it anything.
 """
 
-import functools
-import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 _ALONE = nullcontext()
 
 
-_runs = itertools.count()
-
-
-@contextmanager
-def joined(device: torch.device, world: int) -> Iterator[None]:
-    """Let the processes that torchrun has started train together, for one run.
-
-    Where one of them fails, it leaves, and the others' next word to it is an error, not a wait for ever.
-    """
-    if world == 1:
-        yield
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store, rank = _rendezvous()
-    # A name of its own for each run: under the last one's, processes would find each other's old addresses.
-    store = PrefixStore(f"run {next(_runs)}", store)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world)
-    try:
-        yield
-    except Exception as error:
-        if store.check(["failed"]):
-            first = store.get("failed").decode()
-            raise RuntimeError(f"another process failed: {first}") from error
-        store.set("failed", f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        dist.destroy_process_group()
-
-
-@functools.lru_cache(maxsize=1)
-def _rendezvous() -> tuple[Store, int]:
-    """Return the store that torchrun's processes share, and this one's rank."""
-    store, rank, _ = next(rendezvous("env://"))
-    return store, rank
-
-
 def world_of(model: nn.Module) -> int:
-    """Return how many ranks train this model together."""
-    return dist.get_world_size() if isinstance(model, DistributedDataParallel) or _sharded(model) else 1
+    """Return how many ranks train this model together.
+
+    Raises ValueError where only a part of it is wrapped: nobody could tell when that is to be synchronized.
+    """
+    if isinstance(model, DistributedDataParallel) or _sharded(model):
+        return dist.get_world_size()
+    if dist.is_initialized():
+        for name, module in model.named_modules():
+            if isinstance(module, DistributedDataParallel) or _sharded(module):
+                raise ValueError(
+                    f"{name} is wrapped for several ranks, the model around it is not; wrap the whole model"
+                )
+    return 1
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -79,7 +49,7 @@ def check_same(number: int, model: nn.Module, what: str) -> None:
     """Raise ValueError, on every rank, where ranks have different numbers: they would wait for each other for ever."""
     most, least = _over_all([number, -number], _device(model), dist.ReduceOp.MAX)
     if most != -least:
-        span = f"from {-least:.0f} to {most:.0f}"
+        span = f"from {int(-least)} to {int(most)}"
         raise ValueError(f"ranks have different numbers of {what}, {span}; give empty ones where there are less")
 
 

@@ -16,18 +16,9 @@ from torch import Tensor, nn
 from accum_sweep import ranks
 from accum_sweep.accumulate import Loss, Normalization, Window, mean_loss
 from accum_sweep.boundary import Boundary, Step
-from accum_sweep.equivalence import (
-    Case,
-    Verdict,
-    compare,
-    dense,
-    finite_full_batch,
-    judge,
-    l2_norm,
-    random_state,
-    set_random_state,
-    trainable,
-)
+from accum_sweep.equivalence import Case, Verdict, judge
+from accum_sweep.full_batch import finite_full_batch, random_state, set_random_state
+from accum_sweep.gradients import compare, dense, l2_norm, trainable
 from accum_sweep.memory import out_of_memory
 
 When = Literal["first_step", "every_step"]

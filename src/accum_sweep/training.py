@@ -84,7 +84,7 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     so_far.initial = _state(model)
     so_far.weights = [name for name, _ in ranks.unwrapped(model).named_parameters()]
     loss = in_precision(config, problem.loss, device)
-    steps = _count_windows(config)
+    steps = _count_windows(config) if config.lr_schedule == "cosine" else 1  # the others do not ask
     lr_at = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, steps)
     end = boundary(config, model, device, steps)
     clock = Clock(device)
