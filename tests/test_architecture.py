@@ -51,8 +51,12 @@ ENGINE = {
     "accum_sweep.accumulate",
     "accum_sweep.boundary",
     "accum_sweep.equivalence",
+    "accum_sweep.full_batch",
+    "accum_sweep.gradients",
+    "accum_sweep.losses",
     "accum_sweep.memory",
     "accum_sweep.ranks",
+    "accum_sweep.referee",
 }
 OURS = {f"accum_sweep.{path.stem}" for path in PACKAGE.glob("*.py")}
 ENGINE_FORBIDS = {"hydra", "mlflow", "pandas", "pydantic", "omegaconf", "accum_sweep.problems", *(OURS - ENGINE)}
