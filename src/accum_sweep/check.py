@@ -21,6 +21,8 @@ STAND_INS: dict[str, Any] = {
     "optimizer": {"name": "SGD"},
     "lr": 0.0,
     "normalization": "items",
+    "automatic": False,
+    "auto": {"objective": "fit"},
     "accum_schedule": None,
     "last_window": "flush",
     "seed": 0,
@@ -30,6 +32,8 @@ STAND_INS: dict[str, Any] = {
     "warmup_steps": 0,
     "on_nonfinite": "stop",
     "batchnorm": "train",
+    "memory_budget": None,
+    "memory_limit": None,
     "device": "auto",
     "precision": "fp32",
     "accumulator": None,
@@ -40,7 +44,7 @@ STAND_INS: dict[str, Any] = {
     "equivalence": "off",
     "save_weights": False,
     "tracking": {"backend": "none", "uri": None, "experiment": "none"},
-    "sweep": {"on_failure": "continue"},
+    "sweep": {"on_failure": "continue", "prune": True},
 }
 
 
@@ -58,9 +62,13 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
         faults += error.faults
         bad.add("problem")
         raw["problem"] = ProblemParams(name="unknown")
-    if "processes" in raw:
-        faults.append(Fault("processes", raw["processes"], "is no setting", "start with torchrun --nproc-per-node=2"))
+    for key, remedy in (("processes", "start with torchrun --nproc-per-node=2"), ("automatic", "use accum_steps=auto")):
+        if key in raw:
+            faults.append(Fault(key, raw[key], "is no setting", remedy))
     raw["processes"] = launch.world_size()
+    raw["automatic"] = raw.get("accum_steps") == "auto"
+    if raw["automatic"]:
+        raw["accum_steps"] = None
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
@@ -140,7 +148,7 @@ def _with_derived(config: Config, bad: set[str]) -> tuple[Config, list[Fault]]:
             steps, epochs = derive_length(config.steps, config.epochs, problem)
             config = config.model_copy(update={"steps": steps, "epochs": epochs})
             if sizes is not None:
-                _check_length(config)
+                _check_length(config.chosen(1) if config.automatic else config)
         except ConfigError as error:
             faults += error.faults
     return config, faults
@@ -149,6 +157,8 @@ def _with_derived(config: Config, bad: set[str]) -> tuple[Config, list[Fault]]:
 def _sizes(config: Config) -> tuple[int | None, int | None, int | None]:
     """Return the three sizes; under a schedule only the micro-batch's is the same in every window."""
     accum, exact = config.accum_steps, config.normalization == "items"
+    if config.automatic:
+        return _open_sizes(config)
     if config.accum_schedule is not None:
         for key in ("accum_steps", "effective_batch_size"):
             if (value := getattr(config, key)) is not None:
@@ -159,6 +169,28 @@ def _sizes(config: Config) -> tuple[int | None, int | None, int | None]:
         accum, config.micro_batch_size, config.effective_batch_size, config.problem, config.processes, exact
     )
     return (None, sizes[1], None) if config.accum_schedule is not None else sizes
+
+
+def _open_sizes(config: Config) -> tuple[None, None, int]:
+    """Return the sizes of accum_steps=auto: the effective batch is given, the rest is chosen in the run."""
+    faults = []
+    if config.effective_batch_size is None:
+        faults.append(Fault("accum_steps", "auto", "needs an effective batch to split", "give effective_batch_size"))
+    elif config.effective_batch_size < config.processes:
+        rule = f"is less than one sample for each of {config.processes} processes"
+        faults.append(Fault("effective_batch_size", config.effective_batch_size, rule, "raise it"))
+    if config.micro_batch_size is not None:
+        rule = "excludes accum_steps=auto, which chooses it"
+        faults.append(Fault("micro_batch_size", config.micro_batch_size, rule, "leave one of them out"))
+    if config.accum_schedule is not None:
+        faults.append(Fault("accum_schedule", "...", "excludes accum_steps=auto", "leave one of them out"))
+    if config.normalization != "items":
+        rule = "makes the training depend on how a batch is split, which accum_steps=auto chooses"
+        faults.append(Fault("normalization", config.normalization, rule, "use normalization=items"))
+    if faults:
+        raise ConfigError(faults)
+    assert config.effective_batch_size is not None, "a fault otherwise"
+    return None, None, config.effective_batch_size
 
 
 def _check_length(config: Config) -> None:

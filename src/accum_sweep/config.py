@@ -5,6 +5,7 @@ Defaults stand in `conf/`, rules between settings in `check.py`.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from itertools import count, cycle, islice
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from accum_sweep.problems import ProblemParams
 from accum_sweep.sizes import split
+from accum_sweep.units import UNITS, parse_bytes
 
 LARGEST = 10**12  # of what is counted: beyond it, somebody slipped on a key
 
@@ -25,6 +27,14 @@ def _no_bool(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_no_bool)]  # also takes 1e3, which YAML reads as a float
 Real = Annotated[float, BeforeValidator(_no_bool)]
+
+
+def _bytes(value: object) -> object:
+    return None if value is None else parse_bytes(value)
+
+
+Bytes = Annotated[int, BeforeValidator(_bytes)]
+SIZE_RULE = f"must be a size with its unit ({', '.join(UNITS)}), or null"
 
 
 def _in_order(value: object) -> object:
@@ -67,10 +77,21 @@ class SweepOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue")
+    prune: bool = _setting("must be true or false", "false")
+
+
+class Auto(BaseModel):
+    """Keys under `auto`: what accum_steps=auto looks for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Literal["fit", "fastest"] = _setting("must be fit or fastest", "fastest")
 
 
 class Config(BaseModel):
     """One run's settings. After `check` the three sizes agree, exactly one of steps and epochs is set.
+
+    Where `automatic` is true only the effective batch is known, until `chosen` says how it is split.
 
     `micro_batch_size` and `effective_batch_size` stay None where the problem's own mini-batches are taken as written
     and differ in size.
@@ -78,9 +99,11 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    accum_steps: Whole | None = _setting("must be a whole number, 1 or more", 4, ge=1, le=LARGEST)
+    accum_steps: Whole | None = _setting("must be a whole number, 1 or more, or auto", 4, ge=1, le=LARGEST)
     micro_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 16, ge=1, le=LARGEST)
     effective_batch_size: Whole | None = _setting("must be a whole number, 1 or more", 64, ge=1, le=LARGEST)
+    automatic: bool = Field(description="is whether accum_steps=auto was asked for and is not chosen yet")
+    auto: Auto = _setting("must hold objective", "{objective: fit}")
     accum_schedule: Schedule | None = _setting(
         "must map steps, from 0 on, to whole numbers of micro-batches, 1 or more", "{0:1,100:4}"
     )
@@ -98,6 +121,8 @@ class Config(BaseModel):
     batchnorm: Literal["train", "eval", "corrected_momentum"] = _setting(
         "must be train, eval or corrected_momentum", "train"
     )
+    memory_budget: Bytes | None = _setting(SIZE_RULE, "8GiB")
+    memory_limit: Bytes | None = _setting(SIZE_RULE, "2GiB")
     device: str = _setting(
         "must be auto, cpu, cuda, cuda:N or mps", "auto", pattern=r"^(auto|cpu|mps|cuda(:\d{1,3})?)$"
     )
@@ -119,7 +144,13 @@ class Config(BaseModel):
         "must hold the name of a class in torch.optim and its arguments", "{name: SGD}"
     )
     tracking: Tracking = _setting("must hold backend, uri and experiment", "{backend: none, uri: null, experiment: x}")
-    sweep: SweepOptions = _setting("must hold on_failure", "{on_failure: continue}")
+    sweep: SweepOptions = _setting("must hold on_failure and prune", "{on_failure: continue, prune: true}")
+
+    def chosen(self, accum_steps: int) -> "Config":
+        """Return this configuration with its effective batch split into so many micro-batches on each process."""
+        assert self.effective_batch_size is not None, "check() lets nothing be chosen without it"
+        micro = math.ceil(self.effective_batch_size / (accum_steps * self.processes))
+        return self.model_copy(update={"automatic": False, "accum_steps": accum_steps, "micro_batch_size": micro})
 
     def accum_steps_at(self, step: int) -> int:
         """Return how many micro-batches the window of a step, counted from 0, has on each process."""
@@ -142,12 +173,25 @@ class Config(BaseModel):
             yield tuple(islice(stream, self.accum_steps_at(step) * self.processes))
 
 
+# What cannot change a result: where it is kept, what is checked on the way, how its sizes were chosen.
+NO_MATTER = {
+    "tracking",
+    "sweep",
+    "save_weights",
+    "equivalence",
+    "automatic",
+    "auto",
+    "memory_budget",
+    "memory_limit",
+}
+
+
 def run_key(config: Config, device: str) -> str:
     """Return the identity of a run: a hash of all that can change its result, and of nothing else.
 
     `device` is the device that `config.device` stands for, so that auto and cpu are one run where they are one device.
     """
-    settings = config.model_dump(mode="json", exclude={"tracking", "sweep", "save_weights", "equivalence"})
+    settings = config.model_dump(mode="json", exclude=NO_MATTER)
     settings["device"] = device
     settings["problem"] = {key: value for key, value in settings["problem"].items() if not key.startswith("default_")}
     if config.steps is not None:

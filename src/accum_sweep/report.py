@@ -12,6 +12,7 @@ import pandas as pd
 from accum_sweep.record import write_atomically
 from accum_sweep.sizes import SIZES
 from accum_sweep.summary import SKETCH, Comparison
+from accum_sweep.units import show_bytes
 
 KINDS = {
     "micro_batch_size": "fixed micro-batch: the effective batch grows with accum_steps",
@@ -183,13 +184,6 @@ def _percent(value: float) -> str:
     return f"{100 * value:.2f} %"
 
 
-def _bytes(value: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value:.0f} B"
-
-
 def _rate(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -209,7 +203,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str], Callable[[float], str]]] = {
     "last_grad_norm": ("grad norm", _number, _times),
     "test/accuracy": ("test accuracy", _percent, _points),
     "test/loss": ("test loss", _number, _signed),
-    "peak_allocated_bytes": ("peak memory", _bytes, _times),
+    "peak_allocated_bytes": ("peak memory", show_bytes, _times),
     "samples_per_second": ("samples/s", _rate, _times),
     "final_weight": ("final weight", _weight, _away),
     "final_sketch": ("final weights", lambda _: "", _away),

@@ -19,7 +19,7 @@ from accum_sweep.sizes import SIZES
 
 IDENTITY = ["sweep_id", "job_num", "run_id", "run_key", "name", "status", "reason", "started_at", "ended_at"]
 # Config keys that do not make a setting: who asked for it, where it is kept, what it is derived from.
-NO_SETTING = ("seed", "save_weights", "equivalence", "tracking.", "sweep.", "problem.default_")
+NO_SETTING = ("seed", "save_weights", "equivalence", "tracking.", "sweep.", "problem.default_", "automatic", "auto.")
 WEIGHTS = "final_weight"  # a list of numbers, where they are few
 SKETCH = "final_sketch"  # numbers that stand for the weights, where they are many: see sketch.py
 LISTS = (WEIGHTS, SKETCH)
