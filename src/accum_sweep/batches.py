@@ -1,13 +1,18 @@
 """The micro-batches of a training, gathered from a problem's data and sent to the device when their turn comes."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accum_sweep.problems.base import Problem
-from accum_sweep.windows import share
+from accum_sweep import windows
+
+if TYPE_CHECKING:
+    from accum_sweep.config import Config
+    from accum_sweep.problems.base import Problem
 
 
 def gather(problem: Problem, index: Tensor, device: torch.device) -> Any:
@@ -42,7 +47,7 @@ class MicroBatches(Batches):
     """One rank's micro-batches of a window; it knows the others' too, to compute the window again."""
 
     def __init__(self, problem: Problem, window: list[Tensor], device: torch.device, rank: int, world: int) -> None:
-        super().__init__(problem, share(window, rank, world), device)
+        super().__init__(problem, windows.share(window, rank, world), device)
         self.window = window
 
     def whole(self, device: torch.device) -> Any:
@@ -52,3 +57,22 @@ class MicroBatches(Batches):
     def pieces(self, device: torch.device) -> Batches:
         """Return the micro-batches of all ranks."""
         return Batches(self.problem, self.window, device)
+
+
+def training_windows(config: Config, problem: Problem) -> Iterator[list[Tensor]]:
+    """Yield the sample indices of each micro-batch of each window, those of all ranks."""
+    orders = windows.sample_order(config.problem.train_samples, config.seed if problem.shuffle else None)
+    if config.steps is not None:
+        return windows.windows_by_steps(orders, config.plan, config.steps)
+    assert config.epochs is not None, "check() leaves one of steps and epochs"
+    return windows.windows_by_epochs(orders, config.plan, config.epochs, config.last_window)
+
+
+def count_windows(config: Config) -> int:
+    """Return the number of windows of the whole training."""
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None, "check() leaves one of steps and epochs"
+    order = torch.empty(config.problem.train_samples)  # only its length matters
+    orders = (order for _ in range(config.epochs))
+    return sum(1 for _ in windows.windows_by_epochs(orders, config.plan, config.epochs, config.last_window))

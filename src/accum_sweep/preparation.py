@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from accum_sweep import optimizers, precision
-from accum_sweep.accumulate import Loss
+from accum_sweep.accumulate import Loss, Window, accumulate_gradients
 from accum_sweep.boundary import Boundary
 from accum_sweep.errors import UserError
 
@@ -80,6 +81,20 @@ def in_precision(config: Config, loss: Loss, device: torch.device) -> Loss:
             return loss(model, batch)
 
     return computed
+
+
+def accumulation(
+    config: Config, loss: Loss, scaler: torch.amp.GradScaler | None
+) -> Callable[[nn.Module, Sequence[Any]], Window]:
+    """Return how a model's windows are accumulated."""
+    return functools.partial(
+        accumulate_gradients,
+        loss=loss,
+        normalization=config.normalization,
+        accumulator=torch.float32 if config.accumulator else None,
+        scaler=scaler,
+        sync_every_micro_batch=config.sync_every_micro_batch,
+    )
 
 
 def notes(config: Config, model: nn.Module) -> list[str]:
