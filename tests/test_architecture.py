@@ -75,6 +75,7 @@ ENGINE_FORBIDS = {"hydra", "mlflow", "pandas", "pydantic", "omegaconf", "accum_s
         ("process_group.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
         ("referee.py", ENGINE_FORBIDS),
         ("windows.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
+        ("allocator.py", {"accum_sweep", "torch", "hydra", "mlflow", "pandas", "pydantic"}),
         ("memory.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
         ("summary.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
         ("report.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
