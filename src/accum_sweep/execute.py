@@ -84,6 +84,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         weights=plain(_weights_in_full(training)),
         equivalence=plain(_equivalence(training)),
         notes=training.notes + _unusual(training),
+        peak_phase=training.statement.phase if training.statement is not None else None,
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
     )
@@ -99,10 +100,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
 def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, float | int | None]:
     """Derive a run's numbers from what there is of its training."""
     metrics: dict[str, float | int | None] = {}
-    if training.peak is not None:
-        metrics["peak_allocated_bytes"] = training.peak.allocated_bytes
-        if training.peak.reserved_bytes is not None:
-            metrics["peak_reserved_bytes"] = training.peak.reserved_bytes
+    metrics |= _memory(training)
     losses, norms = series["train/loss"], series["train/grad_norm"]
     if losses:
         outcomes = training.history.outcomes
@@ -138,6 +136,34 @@ def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, fl
             "steps_judged": judged,
         }
     return metrics | training.held_out
+
+
+def _memory(training: Training) -> dict[str, float | int | None]:
+    """Return the peak, measured and predicted, and who holds it."""
+    peak, statement, predicted = training.peak, training.statement, training.prediction
+    found: dict[str, float | int | None] = {}
+    if peak is not None:
+        found["peak_allocated_bytes"] = peak.allocated_bytes
+        more = {
+            "peak_reserved_bytes": peak.reserved_bytes,
+            "peak_requested_bytes": peak.requested_bytes,
+            "allocation_retries": peak.allocation_retries,
+            "baseline_bytes": peak.baseline_bytes,
+            "free_bytes": peak.free_bytes,
+        }
+        found |= {key: value for key, value in more.items() if value is not None}
+    if peak is not None and peak.allocated_bytes is not None and statement is not None:
+        found |= {f"peak_{kind}_bytes": size for kind, size in statement.parts.items()}
+        # What was not followed, kernels took for themselves.
+        named = sum(size for kind, size in statement.parts.items() if kind != "temporaries")
+        found["peak_temporaries_bytes"] = max(0, peak.allocated_bytes - named)
+    if predicted is not None:
+        found["predicted_allocated_bytes"] = predicted.peak_allocated_bytes
+        if predicted.peak_reserved_bytes is not None:
+            found["predicted_reserved_bytes"] = predicted.peak_reserved_bytes
+        if peak is not None and peak.allocated_bytes:
+            found["prediction_error"] = predicted.peak_allocated_bytes / peak.allocated_bytes - 1
+    return found
 
 
 def _speed(seconds: Sequence[float], samples: Sequence[int]) -> dict[str, float | int | None]:

@@ -8,6 +8,7 @@ What the CPU's number leaves out: memory that does not come from torch's allocat
 of kB), blocks that kernels take in worker threads, and that memory taken before the work may be released during it.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +30,11 @@ class Peak:
     """Peak bytes above what was in use before. None: this device cannot tell."""
 
     allocated_bytes: int | None
-    reserved_bytes: int | None = None
+    reserved_bytes: int | None = None  # by CUDA's caching allocator; the others below are CUDA's too
+    requested_bytes: int | None = None  # before rounding
+    allocation_retries: int | None = None  # how often cached memory was given back to serve a request
+    baseline_bytes: int | None = None  # in use before, workspaces of libraries included
+    free_bytes: int | None = None  # on the device, before
 
 
 def measure_peak(work: Callable[[], object], device: torch.device) -> Peak:
@@ -47,8 +52,12 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> Peak:
 
 def _cpu_peak(work: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds write a line to stderr at every start and stop
-    with profile(use_kineto=True, profile_memory=True) as profiler:
-        work()
+    gc.freeze()  # garbage of before must not be collected, and its memory counted as given back, meanwhile
+    try:
+        with profile(use_kineto=True, profile_memory=True) as profiler:
+            work()
+    finally:
+        gc.unfreeze()
     # Not `profiler.events()`: that folds allocations into the operators around them and loses their order.
     results = profiler.kineto_results
     assert results is not None, "the profiler has stopped"
@@ -65,10 +74,20 @@ def _cuda_peak(work: Callable[[], object], device: torch.device) -> Peak:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_stats(device)
+    free = torch.cuda.mem_get_info(device)[0]
     work()
     torch.cuda.synchronize(device)
+    after = torch.cuda.memory_stats(device)
+
+    def above(name: str) -> int:
+        return int(after[f"{name}.all.peak"] - before[f"{name}.all.current"])
+
     return Peak(
-        torch.cuda.max_memory_allocated(device) - allocated,
-        torch.cuda.max_memory_reserved(device) - reserved,
+        above("allocated_bytes"),
+        above("reserved_bytes"),
+        above("requested_bytes"),
+        after["num_alloc_retries"] - before["num_alloc_retries"],
+        before["allocated_bytes.all.current"],
+        free,
     )

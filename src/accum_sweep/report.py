@@ -74,6 +74,8 @@ def cells(comparison: Comparison) -> list[list[str]]:
         columns.append((header, [missing if _missing(value) else _short(_plain(value)) for value in rows[setting]]))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
+        if metric == "predicted_allocated_bytes":
+            columns.append(("predicted", [_predicted(row) for _, row in rows.iterrows()]))
         if metric not in COLUMNS:
             continue
         columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
@@ -152,6 +154,14 @@ def _judged(row: pd.Series) -> str:
     return row["verdict"] if _missing(error) or not row["verdict"] else f"{row['verdict']} ({error:.1g})"
 
 
+def _predicted(row: pd.Series) -> str:
+    """Return the peak memory predicted, and how far it is from the one measured."""
+    predicted, error = row["predicted_allocated_bytes"], row.get("prediction_error", math.nan)
+    if _missing(predicted):
+        return ""
+    return show_bytes(predicted) if math.isnan(error) else f"{show_bytes(predicted)} ({_percent_off(error)})"
+
+
 def _measured(row: pd.Series, metric: str) -> str:
     """Return mean, spread and comparison of one metric; empty where nothing was measured."""
     _, show, show_relative = COLUMNS[metric]
@@ -178,6 +188,10 @@ def _times(value: float) -> str:
 
 def _points(value: float) -> str:
     return "0" if value == 0 else f"{100 * value:+.2f}"
+
+
+def _percent_off(error: float) -> str:
+    return "0 %" if abs(error) < 5e-5 else f"{100 * error:+.2g} %"
 
 
 def _percent(value: float) -> str:

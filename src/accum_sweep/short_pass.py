@@ -1,31 +1,38 @@
 """The peak of a run's memory, from the few windows of its training that reach it."""
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from itertools import islice
 from math import gcd
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from accum_sweep import launch, ranks, windows
+from accum_sweep import launch, ranks
+from accum_sweep import windows as cuts
+from accum_sweep.accumulate import Loss, Window
 from accum_sweep.batches import MicroBatches, training_windows
 from accum_sweep.boundary import train
 from accum_sweep.config import Config
 from accum_sweep.device import free_bytes
+from accum_sweep.ledger import Ledger, Statement
 from accum_sweep.memory import Peak, measure_peak
 from accum_sweep.preparation import accumulation, boundary, in_precision, prepare
 from accum_sweep.problems import Problem
 
 PATIENCE = 64  # windows that may hold no item before the memory of a step is given up on
+ShortWindows = tuple[list[list[Tensor]], int]  # the samples of each micro-batch of each window; steps needed
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the short pass found: the peak, and how much of it is there however large the micro-batches are."""
+    """What the short pass found: the peak, who holds it, and what is there however large the micro-batches are."""
 
     peak: Peak
     fixed_bytes: int  # weights, gradients and the optimizer's state
+    statement: Statement | None  # None where tensors cannot be followed
 
     def fits(self, micro_batches: int, device: torch.device) -> bool:
         """Tell whether a full batch of so many micro-batches has room on a device."""
@@ -41,33 +48,100 @@ def measure(config: Config, problem: Problem, device: torch.device) -> Measured:
 
     A copy of the model is trained just long enough to reach the run's peak. Of several ranks the largest peak counts.
     """
-    short, needed = short_windows(config, problem)  # here: the order of the data is no part of the peak
+    windows = short_windows(config, problem)  # here: the order of the data is no part of the peak
     fixed = 0
 
-    def short_pass() -> None:
+    def work(ledger: Ledger | None = None) -> None:
         nonlocal fixed
-        model = prepare(config, copy.deepcopy(problem.model), problem.blocks, device)
-        end = boundary(config, model, device, max(1, config.warmup_steps))
-        if end.scaler is not None:  # at a scale that does not overflow, or no step would be taken here
-            end.scaler = torch.amp.GradScaler(device.type, init_scale=1.0)
-        loss = in_precision(config, problem.loss, device)
-        taken = 0
-        batches = (MicroBatches(problem, window, device, launch.rank(), config.processes) for window in short)
-        for step in train(model, end, batches, accumulation(config, loss, end.scaler)):
-            taken += step.outcome == "stepped"
-            if taken == needed:
-                break
-        states = [value for state in end.optimizers[0].state.values() for value in state.values()]
-        tensors = [*model.parameters(), *model.parameters(), *filter(torch.is_tensor, states)]
-        fixed = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        fixed = short_pass(config, problem, windows, copy.deepcopy(problem.model), device, ledger)
 
-    peak = measure_peak(short_pass, device)
-    if config.processes > 1 and peak.allocated_bytes is not None:
-        peak = Peak(*(size and ranks.highest(size, device) for size in (peak.allocated_bytes, peak.reserved_bytes)))
-    return Measured(peak, fixed)
+    statement = None
+    if can_be_followed(config):
+        with Ledger() as ledger:  # in a pass of its own: that we look on costs some bytes
+            work(ledger)
+        statement = ledger.statement()
+    peak = measure_peak(work, device)
+    if config.processes > 1:
+        peak = Peak(*(None if size is None else ranks.highest(size, device) for size in astuple(peak)))
+    return Measured(peak, fixed, statement)
 
 
-def short_windows(config: Config, problem: Problem) -> tuple[list[list[Tensor]], int]:
+def can_be_followed(config: Config) -> bool:
+    """Tell whether single tensors are seen: not where torch.compile or several processes are between us and them."""
+    return not config.compile and config.processes == 1
+
+
+def short_pass(
+    config: Config,
+    problem: Problem,
+    windows: ShortWindows,
+    model: nn.Module,
+    device: torch.device,
+    ledger: Ledger | None = None,
+) -> int:
+    """Train `model` for as long as it takes to reach the peak of the whole training, and no longer.
+
+    Tells `ledger` which phase begins. Returns the bytes of weights, gradients and the optimizer's state.
+    """
+    short, needed = windows
+    model = prepare(config, model, problem.blocks, device)
+    end = boundary(config, model, device, max(1, config.warmup_steps))
+    if end.scaler is not None:  # at a scale that does not overflow, or no step would be taken here
+        end.scaler = torch.amp.GradScaler(device.type, init_scale=1.0, enabled=ledger is None or ledger.computes)
+    loss = in_precision(config, problem.loss, device)
+    accumulate = accumulation(config, loss if ledger is None else _told(loss, ledger), end.scaler)
+
+    def accumulate_and_tell(model: nn.Module, micro_batches: Any) -> Window:
+        if ledger is None:
+            return accumulate(model, micro_batches)
+        window = accumulate(model, _Told(micro_batches, ledger))
+        ledger.mark((parameter.grad for parameter in model.parameters()), "gradients")
+        ledger.begin("step")
+        return window
+
+    taken = 0
+    batches = (MicroBatches(problem, window, device, launch.rank(), config.processes) for window in short)
+    for step in train(model, end, batches, accumulate_and_tell):
+        taken += step.outcome == "stepped"
+        if taken == needed:
+            break
+    if ledger is not None:
+        ledger.begin("start")
+    states = [value for state in end.optimizers[0].state.values() for value in state.values()]
+    tensors = [*model.parameters(), *model.parameters(), *filter(torch.is_tensor, states)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _told(loss: Loss, ledger: Ledger) -> Loss:
+    """Return the loss; the ledger is told when its forward pass begins and ends."""
+
+    def told(model: nn.Module, batch: Any) -> Any:
+        ledger.begin("forward")
+        found = loss(model, batch)
+        ledger.begin("backward")
+        return found
+
+    return told
+
+
+class _Told(Sequence[Any]):
+    """Micro-batches; the ledger is told when each is made."""
+
+    def __init__(self, micro_batches: Sequence[Any], ledger: Ledger) -> None:
+        self._micro_batches, self._ledger = micro_batches, ledger
+
+    def __len__(self) -> int:
+        return len(self._micro_batches)
+
+    def __getitem__(self, number: Any) -> Any:
+        self._ledger.begin("data")
+        return self._micro_batches[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def short_windows(config: Config, problem: Problem) -> ShortWindows:
     """Return windows, and how many steps it takes of them to reach the peak of the whole training.
 
     That takes two steps, the second with the optimizer's state in place, of two micro-batches each, the second with
@@ -79,10 +153,10 @@ def short_windows(config: Config, problem: Problem) -> tuple[list[list[Tensor]],
         repeat = written // gcd(written, config.accum_steps_at(0) * config.processes)
         return list(islice(training_windows(config, problem), 1 + repeat)), 1 + repeat
     longest = max(config.accum_schedule, key=lambda pair: pair[1])[0] if config.accum_schedule else 0
-    orders = windows.sample_order(config.problem.train_samples, None)
+    orders = cuts.sample_order(config.problem.train_samples, None)
     plan = config.plan(longest)
     found = (
-        windows.windows_by_steps(orders, lambda _: plan, PATIENCE)
+        cuts.windows_by_steps(orders, lambda _: plan, PATIENCE)
         if config.accum_schedule
         else islice(training_windows(config, problem), PATIENCE)
     )

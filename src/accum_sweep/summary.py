@@ -33,6 +33,8 @@ COMPARED = {
     "test/accuracy": "difference",
     "test/loss": "difference",
     "peak_allocated_bytes": "ratio",
+    "predicted_allocated_bytes": "ratio",
+    "prediction_error": "difference",
     "samples_per_second": "ratio",
     WEIGHTS: "distance",
     SKETCH: "distance",
@@ -206,6 +208,7 @@ def _row(record: Record) -> dict[str, Any]:
         "verdict_reason": record.equivalence.get("reason"),
         "data": record.equivalence.get("data"),
         "notes": "; ".join(record.notes) or None,
+        "peak_phase": record.peak_phase,
     }
     if SKETCH in record.equivalence and WEIGHTS not in record.result:
         row[SKETCH] = json.dumps(record.equivalence[SKETCH])

@@ -19,7 +19,9 @@ from accum_sweep.device import Clock
 from accum_sweep.equivalence import Verdict
 from accum_sweep.errors import UserError
 from accum_sweep.history import History
+from accum_sweep.ledger import Statement
 from accum_sweep.memory import Peak
+from accum_sweep.predict import Prediction, try_to_predict
 from accum_sweep.preparation import accumulation, boundary, in_precision, notes, prepare, set_batchnorm
 from accum_sweep.problems import Problem
 from accum_sweep.referee import Referee
@@ -37,6 +39,8 @@ class Training:
     data: Any = field(default_factory=hashlib.sha256)  # of which samples each window held, however they were split
     seconds: list[float] = field(default_factory=list)  # by window; empty until the end
     peak: Peak | None = None
+    statement: Statement | None = None  # who holds the peak
+    prediction: Prediction | None = None
     parameters: int | None = None
     initial: State | None = None
     final: State | None = None
@@ -58,8 +62,9 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     if launch.rank():
         torch.manual_seed((config.seed + launch.rank()) % 2**64)  # ranks see different samples, so other dropout
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        so_far.prediction = try_to_predict(config, problem, device)
         memory = measure(config, problem, device)
-    so_far.peak = memory.peak
+    so_far.peak, so_far.statement = memory.peak, memory.statement
     twin = copy.deepcopy(problem.model).train() if config.equivalence != "off" else None
     model = prepare(config, problem.model, problem.blocks, device)
     so_far.parameters = sum(parameter.numel() for parameter in model.parameters())
