@@ -12,6 +12,8 @@ import torch
 from accum_sweep import launch
 from accum_sweep.errors import UserError
 
+HEADROOM = 0.1  # of memory that is left alone: fragments, kernels' workspaces, what others take meanwhile
+
 
 def resolve(name: str, precision: str) -> torch.device:
     """Return the device called `name`, with its number if it is a CUDA device, so that one device has one name.

@@ -5,14 +5,15 @@ predicted is booked by the same hand. Not seen are buffers that a kernel takes a
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+prim = torch.ops.prim
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "data", "temporaries"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations", "data", "temporaries")
 Phase = Literal["start", "data", "forward", "backward", "step"]
@@ -48,25 +49,55 @@ class Statement:
     parts: dict[Kind, int]  # their sum is the peak
 
 
+@dataclass(frozen=True)
+class Trace:
+    """Everything that came and went, in order, and of each block what it was for and when it was made."""
+
+    events: list[Event]
+    kinds: list[Kind]
+    phases: list[Phase]
+
+    def statement(self) -> Statement:
+        """Find the peak."""
+        live: dict[int, int] = {}
+        now = peak = 0
+        at = 0
+        phase: Phase = "start"
+        for number, (block, size) in enumerate(self.events, start=1):
+            if not size:
+                now -= live.pop(block)
+                continue
+            live[block] = size
+            now += size
+            if now > peak:
+                peak, at, phase = now, number, self.phases[block]
+        parts = dict.fromkeys(KINDS, 0)
+        gone = {block for block, size in self.events[:at] if not size}
+        for block, size in self.events[:at]:
+            if block not in gone:
+                parts[self.kinds[block]] += size
+        return Statement(peak, phase, parts)
+
+
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Books blocks while it is entered, backward passes included.
 
     What was there before is not booked. The phases tell what survives them: say when each begins. `own_bytes`, called
-    with an operation and its arguments, says how much a kernel takes for itself and gives back.
+    with an operation and its arguments, says how much a kernel takes for itself and gives back; `perform` does an
+    operation, where it is not to be done for real.
     """
 
-    def __init__(self, own_bytes: Callable[[Any, Any, Any], int] | None = None, computes: bool = True) -> None:
+    def __init__(
+        self, own_bytes: Callable[[Any, Any, Any], int] | None = None, perform: Callable[..., Any] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.computes = computes  # False: the tensors have no content
-        self._own_bytes = own_bytes
-        self.events: list[Event] = []
+        self._own_bytes, self._perform = own_bytes, perform
+        self.computes = perform is None
+        self._events: list[Event] = []
         self._blocks: list[Block] = []
         self._known: dict[int, tuple[weakref.ref[Any], Block | None]] = {}  # by address of a storage's C++ object
         self._young: list[Block] = []  # made in this phase
         self._phase: Phase = "start"
-        self._now = self._peak = 0
-        self._peak_at = 0  # number of events so far
-        self._peak_phase: Phase = "start"
 
     def begin(self, phase: Phase) -> None:
         """End the phase before, and begin this one."""
@@ -92,29 +123,21 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None and found[1] is not None:
                 found[1].kind = kind
 
-    def statement(self) -> Statement:
-        """Return what is known of the peak."""
-        live: dict[int, int] = {}
-        for block, size in self.events[: self._peak_at]:
-            if size:
-                live[block] = size
-            else:
-                del live[block]
-        parts = dict.fromkeys(KINDS, 0)
-        for number, size in live.items():
-            parts[self._blocks[number].kind] += size
-        return Statement(self._peak, self._peak_phase, parts)
+    def trace(self) -> Trace:
+        """Return all that was booked."""
+        kinds, phases = [block.kind for block in self._blocks], [block.phase for block in self._blocks]
+        return Trace(self._events, kinds, phases)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the operation happen, and book what it has made."""
         kwargs = kwargs or {}
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor, new=False)
-        made = func(*args, **kwargs)
-        for tensor in tree_iter(made):
-            if isinstance(tensor, Tensor):
-                self._meet(tensor, new=True)
+        if func is prim.device.default:  # asked often, and makes nothing
+            return func(*args)
+        for tensor in _tensors((*args, *kwargs.values())):
+            self._meet(tensor, new=False)
+        made = func(*args, **kwargs) if self._perform is None else self._perform(func, args, kwargs)
+        for tensor in _tensors((made,)):
+            self._meet(tensor, new=True)
         if self._own_bytes is not None and (own := self._own_bytes(func, args, kwargs)):
             self._forget(self._book(own, is_scalar=False))
         return made
@@ -138,15 +161,19 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         block = Block(len(self._blocks), size, self._phase, is_scalar)
         self._blocks.append(block)
         self._young.append(block)
-        self._now += size
         if size:
-            self.events.append((block.number, size))
-        if self._now > self._peak:
-            self._peak, self._peak_at, self._peak_phase = self._now, len(self.events), self._phase
+            self._events.append((block.number, size))
         return block
 
     def _forget(self, block: Block) -> None:
         block.alive = False
-        self._now -= block.size
         if block.size:
-            self.events.append((block.number, 0))
+            self._events.append((block.number, 0))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)

@@ -20,7 +20,7 @@ from accum_sweep import precision
 from accum_sweep.allocator import replay
 from accum_sweep.config import Config
 from accum_sweep.kernels import own_bytes
-from accum_sweep.ledger import Kind, Ledger, Phase
+from accum_sweep.ledger import Kind, Ledger, Phase, Trace
 from accum_sweep.problems import Problem
 from accum_sweep.short_pass import ShortWindows, can_be_followed, short_pass, short_windows
 
@@ -55,24 +55,36 @@ def predict(config: Config, problem: Problem, device_type: str) -> Prediction:
     `problem` may be `outline(config)` or a real one. Raises what torch raises where an operation cannot go without
     content, such as one whose output is as large as there are entries above 0.
     """
+    return read(trace(config, problem, device_type), config, problem, device_type)
+
+
+def trace(config: Config, problem: Problem, device_type: str) -> Trace:
+    """Return what comes and goes in the short pass."""
     short, needed = short_windows(config, problem)
     with fakes() as mode:
         problem = _without_content(problem, mode)
         windows: ShortWindows = [list(map(mode.from_tensor, window)) for window in short], needed
-        with _Answers(), Ledger(own_bytes if device_type == "cpu" else None, computes=False) as ledger:
+        ledger = Ledger(own_bytes if device_type == "cpu" else None, _perform)
+        with ledger:
             ledger.hold([*problem.model.parameters(), *problem.model.buffers()], "parameters")
             short_pass(_as_on(config, device_type), problem, windows, problem.model, CPU, ledger)
-    found = ledger.statement()
-    if device_type != "cuda":
-        kept = 0
-        if config.checkpointing and found.phase != "step":  # to draw the same random numbers again; made past us
-            kept = len(problem.blocks) * torch.get_rng_state().nbytes
-        parts = found.parts | {"activations": found.parts["activations"] + kept}
-        return Prediction(found.peak_bytes + kept, None, found.phase, parts)
-    replayed = replay(ledger.events)
-    # What the allocator's rounding adds is nobody's.
-    parts = found.parts | {"temporaries": found.parts["temporaries"] + replayed.allocated_bytes - found.peak_bytes}
-    return Prediction(replayed.allocated_bytes, replayed.reserved_bytes, found.phase, parts)
+    return ledger.trace()
+
+
+def read(trace: Trace, config: Config, problem: Problem, device_type: str) -> Prediction:
+    """Return the peak that a trace has on a device of this type."""
+    found = trace.statement()
+    if device_type == "cuda":
+        replayed = replay(trace.events)
+        # What the allocator's rounding adds is nobody's.
+        rounding = replayed.allocated_bytes - found.peak_bytes
+        parts = found.parts | {"temporaries": found.parts["temporaries"] + rounding}
+        return Prediction(replayed.allocated_bytes, replayed.reserved_bytes, found.phase, parts)
+    kept = 0
+    if config.checkpointing and found.phase != "step":  # to draw the same random numbers again; made past us
+        kept = len(problem.blocks) * torch.get_rng_state().nbytes
+    parts = found.parts | {"activations": found.parts["activations"] + kept}
+    return Prediction(found.peak_bytes + kept, None, found.phase, parts)
 
 
 def try_to_predict(config: Config, problem: Problem, device: torch.device) -> Prediction | None:
@@ -91,7 +103,7 @@ def outline(config: Config) -> Problem:
 
     What it caches on the way has no content either: use it in a process that trains nothing.
     """
-    with fakes(), _Answers():
+    with fakes(), _Performing():  # type: ignore[no-untyped-call]
         return config.problem.build(precision.weights_dtype(config.precision))
 
 
@@ -103,27 +115,30 @@ def fakes() -> FakeTensorMode:
     return mode
 
 
-class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers for what tensors without content hold: numbers are 1, nothing is true, and all are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+class _Performing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The context in which operations are done as `_perform` does them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (aten.allclose.default, aten.equal.default):
-            return True
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype
-            return 1.0 if dtype.is_floating_point else int(dtype is not torch.bool)
-        made = func(*args, **(kwargs or {}))
-        if func in NORMS and (typical := args[NORMS[func]]) is not None:
-            dtypes = args[0].dtype, typical.dtype, typical.dtype
-            made = tuple(
-                None if tensor is None else tensor.to(dtype) for tensor, dtype in zip(made, dtypes, strict=True)
-            )
-        if func in ON_WHOLE_BUFFER and not made.dim():
-            made = args[0].new_empty(args[0].shape).as_strided((), ())
-        return made
+        return _perform(func, args, kwargs or {})
+
+
+def _perform(func: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation on tensors without content.
+
+    What they hold, where a program asks for it: numbers are 1, nothing is true, and all are equal.
+    """
+    if func in (aten.allclose.default, aten.equal.default):
+        return True
+    if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        dtype = args[0].dtype
+        return 1.0 if dtype.is_floating_point else int(dtype is not torch.bool)
+    made = func(*args, **kwargs)
+    if func in NORMS and (typical := args[NORMS[func]]) is not None:
+        values, *statistics = made
+        return values.to(args[0].dtype), *(tensor.to(typical.dtype) for tensor in statistics)
+    if func in ON_WHOLE_BUFFER and not made.dim():
+        return args[0].new_empty(args[0].shape).as_strided((), ())
+    return made
 
 
 def _as_on(config: Config, device_type: str) -> Config:

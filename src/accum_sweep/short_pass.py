@@ -59,7 +59,7 @@ def measure(config: Config, problem: Problem, device: torch.device) -> Measured:
     if can_be_followed(config):
         with Ledger() as ledger:  # in a pass of its own: that we look on costs some bytes
             work(ledger)
-        statement = ledger.statement()
+        statement = ledger.trace().statement()
     peak = measure_peak(work, device)
     if config.processes > 1:
         peak = Peak(*(None if size is None else ranks.highest(size, device) for size in astuple(peak)))

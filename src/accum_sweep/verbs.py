@@ -1,11 +1,12 @@
-"""The command line's verbs: what is done with runs once they are there. Each takes its arguments."""
+"""The command line's verbs: what is done before runs, and once they are there. Each takes its arguments."""
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from accum_sweep.errors import UserError, nearest
+from accum_sweep.errors import ConfigError, Fault, UserError, nearest
 from accum_sweep.record import RUNS_FOLDER, Record, SweepRecord, records, sweeps
+from accum_sweep.units import show_bytes
 
 START_ONE = "start one: python -m accum_sweep -m accum_steps=1,2,4,8"
 
@@ -50,7 +51,44 @@ def summary(arguments: Sequence[str]) -> None:
         print(report.text(compare(frame)))
 
 
-VERBS: dict[str, Callable[[Sequence[str]], None]] = {"summary": summary}
+def plan(arguments: Sequence[str]) -> None:
+    """Print what each split of an effective batch would need, and which to take."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accum_sweep plan",
+        description="Predict the peak of memory for every split of an effective batch, without training. The settings "
+        "are a run's, such as problem=char_gpt effective_batch_size=64 memory_budget=8GiB device=cuda; the device need "
+        "not be there.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("setting", nargs="*", help="key=value, as for a run")
+    for name, what in (("csv", "one row a split"), ("json", "all of it"), ("plot", "a picture, by its suffix")):
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what}; - is standard output")
+    options = parser.parse_intermixed_args(arguments)
+    outputs = [name for name in ("csv", "json", "plot") if getattr(options, name) == "-"]
+    if len(outputs) > 1:
+        raise UserError(f"--{' and --'.join(outputs)} cannot share standard output; give all but one a file")
+    from accum_sweep.check import check
+    from accum_sweep.compose import compose
+
+    config = check(compose(options.setting))
+    from accum_sweep import plan_report  # torch takes seconds that help and errors do without
+    from accum_sweep.plan import make
+
+    made = make(config)
+    if options.csv:
+        plan_report.put("--csv", options.csv, plan_report.as_csv(made))
+    if options.json:
+        plan_report.put("--json", options.json, plan_report.as_json(made))
+    if options.plot:
+        plan_report.draw(made, None if options.plot == "-" else Path(options.plot))
+    if not outputs:
+        print(plan_report.text(made))
+    if config.memory_budget is not None and made.recommended is None:
+        rule = "is too small for every split"
+        raise ConfigError([Fault("memory_budget", show_bytes(config.memory_budget), rule, made.answer)])
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {"summary": summary, "plan": plan}
 
 
 def _list(folder: Path) -> None:

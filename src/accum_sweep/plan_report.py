@@ -1,0 +1,134 @@
+"""A plan put on paper: a table, CSV, JSON, a plot."""
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from accum_sweep.device import HEADROOM
+from accum_sweep.errors import UserError
+from accum_sweep.plan import PHASES, Plan, Row
+from accum_sweep.record import write_atomically
+from accum_sweep.units import show_bytes
+
+UNSEEN = {
+    "cuda": "kernels' workspaces, fragments left by other tensors, and CUDA's own context",
+    "cpu": "kernels that run on more than 128 MiB, and the C library's fragments",
+    "mps": "kernels' workspaces and what the allocator reserves",
+}
+
+
+def text(plan: Plan) -> str:
+    """Return the table for a terminal, what it is of above it, and the answer below it."""
+    config = plan.config
+    header = ["accum_steps", "micro_batch_size", "peak memory", "reserved", "fits", "peak in the"]
+    header += list(plan.rows[0].prediction.parts)
+    lines = [header, *(_cells(plan, row) for row in plan.rows)]
+    filled = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in filled]
+    table = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*filled, strict=True)
+    ]
+    table.insert(1, "  ".join("-" * width for width in widths))
+    optimizer = f"optimizer={config.optimizer['name']}"
+    what = f"problem={config.problem.name} effective_batch_size={config.effective_batch_size} {optimizer}"
+    caption = f"predicted for {plan.device_type}, not run: {what} precision={config.precision}"
+    unseen = f"not seen, and what the {HEADROOM:.0%} are for: {UNSEEN[plan.device_type]}"
+    return "\n".join([caption, "", *table, "", plan.answer, unseen])
+
+
+def _cells(plan: Plan, row: Row) -> list[str]:
+    prediction = row.prediction
+    reserved = prediction.peak_reserved_bytes
+    fits = {True: "yes", False: "no", None: ""}[plan.fits(row)]
+    return [
+        str(row.accum_steps),
+        str(row.micro_batch_size),
+        show_bytes(prediction.peak_allocated_bytes),
+        "" if reserved is None else show_bytes(reserved),
+        fits,
+        PHASES[prediction.phase],
+        *map(show_bytes, prediction.parts.values()),
+    ]
+
+
+def rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return one dictionary a row, sizes in bytes."""
+    return [
+        {
+            "accum_steps": row.accum_steps,
+            "micro_batch_size": row.micro_batch_size,
+            "predicted_allocated_bytes": row.prediction.peak_allocated_bytes,
+            "predicted_reserved_bytes": row.prediction.peak_reserved_bytes,
+            "fits": plan.fits(row),
+            "peak_phase": row.prediction.phase,
+            **{f"peak_{kind}_bytes": size for kind, size in row.prediction.parts.items()},
+        }
+        for row in plan.rows
+    ]
+
+
+def as_csv(plan: Plan) -> str:
+    """Return the rows as CSV."""
+    buffer = io.StringIO()
+    found = rows(plan)
+    writer = csv.DictWriter(buffer, found[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return buffer.getvalue()
+
+
+def as_json(plan: Plan) -> str:
+    """Return the plan as JSON, with the configuration it is of."""
+    content = {
+        "device": plan.device_type,
+        "budget_bytes": plan.budget_bytes,
+        "usable_bytes": plan.usable_bytes,
+        "recommended_accum_steps": plan.recommended and plan.recommended.accum_steps,
+        "answer": plan.answer,
+        "rows": rows(plan),
+        "config": plan.config.model_dump(mode="json", exclude={"automatic", "processes"}),
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def draw(plan: Plan, path: Path | None) -> None:
+    """Draw who holds the peak, one bar a split, and the budget, to a file by its suffix; None: PNG, standard output."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = [f"{row.accum_steps} × {row.micro_batch_size}" for row in plan.rows]
+    below = [0.0] * len(labels)
+    for kind in plan.rows[0].prediction.parts:
+        heights = [row.prediction.parts[kind] / 2**30 for row in plan.rows]
+        axes.bar(labels, heights, bottom=below, label=kind)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    if plan.budget_bytes is not None and plan.usable_bytes is not None:
+        axes.axhline(plan.usable_bytes / 2**30, color="black", linewidth=1, label="budget, less head-room")
+    axes.set_xlabel("accum_steps × micro_batch_size")
+    axes.set_ylabel("predicted peak, GiB")
+    axes.legend()
+    if path is None:
+        figure.savefig(sys.stdout.buffer, format="png", dpi=150)
+        return
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:
+        raise UserError(f"--plot {path}: {error}") from error
+
+
+def put(option: str, where: str, content: str) -> None:
+    """Write to a file, whole or not at all, or to standard output where it is called -."""
+    if where == "-":
+        sys.stdout.write(content)
+        return
+    try:
+        write_atomically(Path(where).resolve(), content)
+    except OSError as error:
+        raise UserError(f"{option} {where}: cannot be written ({error.strerror}); choose another file") from error
