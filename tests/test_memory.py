@@ -29,6 +29,7 @@ from accum_sweep.boundary import Boundary, train
 from accum_sweep.memory import Peak, measure_peak
 
 SOURCE = Path(__file__).with_name("counting_allocator.c")
+EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCH, OTHERS = 0, 1  # as the counting allocator tells them apart
 CPU = torch.device("cpu")
 FP32 = 4  # bytes
@@ -40,6 +41,18 @@ RUNS = [
     for problem in ACCUM_STEPS
     for optimizer, precision, accum_steps in itertools.product(OPTIMIZERS, PRECISIONS, ACCUM_STEPS[problem])
 ]
+# The others, in little: convolutions, attention, half precision, blocks computed again, one from outside.
+TEXT = "problem.context=32 problem.train_sequences=64 problem.test_sequences=8 micro_batch_size=4 accum_steps=2"
+RUNS += [
+    f"problem=digits_cnn problem.norm={norm} precision={precision} accum_steps={accum_steps}"
+    for norm, precision, accum_steps in itertools.product(("batch", "group"), ("fp32", "bf16", "fp64"), (1, 2))
+]
+RUNS += [
+    f"problem={problem} {TEXT} {more}"
+    for problem in ("char_gpt", "causal_lm")
+    for more in ("optimizer=adamw", "precision=bf16", "precision=bf16-params", "checkpointing=true")
+]
+RUNS += ["problem=custom problem.factory=custom_problem:make problem.samples=512 accum_steps=2"]
 CNNS = list(itertools.product((4, 32), PRECISIONS))  # samples, precision
 IMAGE = 3, 16, 16
 Criterion = Callable[..., Tensor]
@@ -107,7 +120,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
     subprocess.run([compiler, *flags, "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
     # Passive: threads that spin while they wait slow each other where cores are shared.
-    environment = os.environ | {"LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | {"LD_PRELOAD": str(library), "OMP_WAIT_POLICY": "passive", "PYTHONPATH": str(EXAMPLES)}
     command = [sys.executable, "-W", "error", __file__]
     program = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert program.returncode == 0, program.stderr
@@ -314,6 +327,7 @@ def runs() -> dict[str, Any]:
     results = {}
     for run in RUNS:
         record = accum_sweep.run([*run.split(), "steps=2", "device=cpu", "tracking=none"])
+        assert record.status == "finished", (run, record.reason)
         results[run] = watched.pop() | {"recorded": record.metrics["peak_allocated_bytes"]}
     return results
 

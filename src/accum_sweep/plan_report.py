@@ -119,8 +119,8 @@ def draw(plan: Plan, path: Path | None) -> None:
         return
     try:
         figure.savefig(path, dpi=150)
-    except ValueError as error:
-        raise UserError(f"--plot {path}: {error}") from error
+    except (OSError, ValueError) as error:  # the latter for a suffix it does not know
+        raise UserError(f"--plot {path}: cannot be written ({error}); choose another file") from error
 
 
 def put(option: str, where: str, content: str) -> None:
