@@ -27,6 +27,7 @@ from accum_sweep.problems import Problem
 from accum_sweep.referee import Referee
 
 PATIENCE = 64  # windows that may hold no item before the memory of a step is given up on
+NO_GRADIENT = "step_in_backward=true lets go of each gradient before there is a whole one to compare"
 State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
 
 
@@ -78,7 +79,8 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         memory = _measure_memory(config, problem, device)
     so_far.peak = memory.peak
-    twin = copy.deepcopy(problem.model).train() if config.equivalence != "off" else None
+    judged = config.equivalence != "off" and not config.step_in_backward
+    twin = copy.deepcopy(problem.model).train() if judged else None
     model = prepare(config, problem.model, problem.blocks, device)
     so_far.parameters = sum(parameter.numel() for parameter in model.parameters())
     so_far.initial = _state(model)
@@ -127,6 +129,8 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     so_far.seconds = clock.seconds()
     if referee is not None:
         so_far.verdict = referee.verdict()
+    elif config.equivalence != "off":
+        so_far.verdict = Verdict("not comparable", NO_GRADIENT), 0, []
     if problem.evaluate is not None and "diverged" not in so_far.history.outcomes:
         with precision.arithmetic(config.precision, device):
             metrics = problem.evaluate(ranks.unwrapped(model), device)
