@@ -52,11 +52,13 @@ ENGINE = {
     "accum_sweep.boundary",
     "accum_sweep.equivalence",
     "accum_sweep.full_batch",
+    "accum_sweep.fused_linear",
     "accum_sweep.gradients",
     "accum_sweep.losses",
     "accum_sweep.memory",
     "accum_sweep.ranks",
     "accum_sweep.referee",
+    "accum_sweep.step_in_backward",
 }
 OURS = {f"accum_sweep.{path.stem}" for path in PACKAGE.glob("*.py")}
 ENGINE_FORBIDS = {"hydra", "mlflow", "pandas", "pydantic", "omegaconf", "accum_sweep.problems", *(OURS - ENGINE)}
@@ -72,6 +74,8 @@ ENGINE_FORBIDS = {"hydra", "mlflow", "pandas", "pydantic", "omegaconf", "accum_s
         ("gradients.py", ENGINE_FORBIDS),
         ("full_batch.py", ENGINE_FORBIDS),
         ("equivalence.py", ENGINE_FORBIDS),
+        ("fused_linear.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
+        ("step_in_backward.py", ENGINE_FORBIDS),
         ("process_group.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),
         ("referee.py", ENGINE_FORBIDS),
         ("windows.py", {"accum_sweep", "hydra", "mlflow", "pandas", "pydantic"}),

@@ -31,6 +31,8 @@ def written(folder: Path) -> list[str]:
         (["clip_norm=1", "clip_value=1"], ["clip_norm=1", "exclude each other"]),
         (["precision=bf16", "accumulator=fp32"], ["accumulator=fp32", "bf16-params"]),
         (["parallel=fsdp"], ["parallel=fsdp", "torchrun"]),
+        (["fused_linear=true", "precision=bf16"], ["fused_linear=true", "precision=fp32 or bf16-params"]),
+        (["step_in_backward=true", "clip_norm=1"], ["step_in_backward=true", "use accum_steps=1", "clip_norm=1.0"]),
         (["device=cpu", "precision=tf32"], ["precision=tf32", "CUDA"]),
         (["warmup_steps=9", "steps=3"], ["warmup_steps=9", "3 steps"]),
         ([DIGITS, "micro_batch_size=5000"], ["micro_batch_size=5000", "1437"]),

@@ -10,6 +10,7 @@ from accum_sweep.config import Config, flatten, run_key
 from accum_sweep.errors import ConfigError, nearest
 
 DIGITS = "problem=digits_mlp"
+FUSED, IN_BACKWARD = "fused_linear=true", "step_in_backward=true"
 
 
 MEAN = "normalization=mean"
@@ -149,6 +150,24 @@ def test_edges_that_are_valid(word: str) -> None:
         (["parallel=fsdp"], ["parallel"]),
         (["sync_every_micro_batch=true"], ["sync_every_micro_batch"]),
         (["equivalence=always"], ["equivalence"]),
+        (["fused_linear=1"], []),
+        (["fused_linear=true", "precision=bf16-params", "checkpointing=true", "clip_norm=1"], []),
+        (["fused_linear=maybe"], ["fused_linear"]),
+        *[([FUSED, word], ["fused_linear"]) for word in ("precision=bf16", "precision=fp16", "compile=true")],
+        ([FUSED, "precision=bf16-params", "accumulator=fp32"], ["fused_linear"]),
+        ([FUSED, IN_BACKWARD, "accum_steps=1"], ["fused_linear"]),
+        ([IN_BACKWARD, "accum_steps=1", "precision=bf16", "checkpointing=true", "lr_schedule=cosine"], []),
+        ([IN_BACKWARD, "accum_schedule={0:1}", "micro_batch_size=2"], []),
+        (["step_in_backward=maybe"], ["step_in_backward"]),
+        ([IN_BACKWARD], ["step_in_backward"]),
+        ([IN_BACKWARD, "accum_schedule={0:1,5:2}", "micro_batch_size=2"], ["step_in_backward"]),
+        ([DIGITS, IN_BACKWARD, "accum_steps=auto", "effective_batch_size=64"], ["step_in_backward"]),
+        ([IN_BACKWARD, "accum_steps=1", "compile=true"], ["step_in_backward"]),
+        ([IN_BACKWARD, "accum_steps=1", "clip_norm=1"], ["clip_norm"]),
+        ([IN_BACKWARD, "accum_steps=1", "clip_value=1"], ["clip_value"]),
+        ([IN_BACKWARD, "accum_steps=1", "on_nonfinite=skip"], ["on_nonfinite"]),
+        ([IN_BACKWARD, "accum_steps=1", "precision=fp16"], ["precision"]),
+        ([IN_BACKWARD, "accum_steps=1", "precision=bf16-params", "accumulator=fp32"], ["accumulator"]),
         (["last_window=keep"], ["last_window"]),
         (["+processes=2"], ["processes"]),
         (["+spede=3"], ["spede"]),
@@ -211,6 +230,16 @@ def test_several_processes_share_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes() == (2, 2, 8), "the four mini-batches of the textbook are two for each"
 
 
+@pytest.mark.parametrize("key", ["fused_linear", "step_in_backward"])
+def test_several_processes_wait_for_each_gradient(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    words = (DIGITS, "accum_steps=1", f"{key}=true")
+    assert checked(*words)
+    two_processes(monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        checked(*words)
+    assert [fault.key for fault in caught.value.faults] == [key]
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -253,6 +282,7 @@ def test_the_run_key_does_not_move_with_what_cannot_change_the_result(words: lis
         ["batchnorm=eval"],
         ["checkpointing=true"],
         ["compile=true"],
+        ["fused_linear=true"],
         ["accum_schedule={0:4}"],
     ],
 )

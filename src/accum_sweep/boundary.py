@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accum_sweep.accumulate import Window, exact_sum, gradient_norm
 
@@ -40,7 +40,8 @@ class Boundary:
     """How windows end. `optimizers` are stepped in order, `schedulers` once after each step that was taken.
 
     `clip_norm` bounds the L2 norm of the whole gradient, `clip_value` each of its entries. `on_nonfinite` says what a
-    loss or gradient that is not finite does: "stop" the training, or "skip" its window.
+    loss or gradient that is not finite does: "stop" the training, or "skip" its window. `norm` returns that of the
+    model's whole gradient, a scalar.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -49,6 +50,7 @@ class Boundary:
     clip_value: float | None = None
     on_nonfinite: Literal["stop", "skip"] = "stop"
     scaler: torch.amp.GradScaler | None = None
+    norm: Callable[[nn.Module], Tensor] = gradient_norm
 
     def cross(self, model: nn.Module, window: Window, watch: Callable[[], None] | None = None) -> Step:
         """End the window: take the step if there is one to take, and clear the gradients.
@@ -63,7 +65,7 @@ class Boundary:
         if self.scaler is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
-        norm, *loss_sums = torch.stack([gradient_norm(model), *window.loss_sums]).tolist()
+        norm, *loss_sums = torch.stack([self.norm(model), *window.loss_sums]).tolist()
         total = exact_sum(loss_sums) if window.total_loss_sum is None else window.total_loss_sum
         loss = total / window.total_items
         micro_losses = tuple(s / n if n else math.nan for s, n in zip(loss_sums, window.items, strict=True))

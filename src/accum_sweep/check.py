@@ -39,6 +39,8 @@ STAND_INS: dict[str, Any] = {
     "accumulator": None,
     "checkpointing": False,
     "compile": False,
+    "fused_linear": False,
+    "step_in_backward": False,
     "parallel": "ddp",
     "sync_every_micro_batch": False,
     "equivalence": "off",
@@ -243,6 +245,56 @@ def _pair_faults(config: Config) -> Iterator[Fault]:
             yield Fault("clip_value", config.clip_value, rule, "use clip_norm or parallel=ddp")
     if config.compile and not alone:
         yield Fault("compile", "true", f"cannot be used by {several}", "leave it out")
+    if config.fused_linear:
+        yield from _fused_linear_faults(config)
+    if config.step_in_backward:
+        yield from _step_in_backward_faults(config)
+
+
+def _fused_linear_faults(config: Config) -> Iterator[Fault]:
+    """Find what needs each micro-batch's gradient by itself, so that nothing could be added where it is computed."""
+    if config.precision in ("bf16", "fp16"):
+        rule = f"changes nothing under precision={config.precision}, which converts each gradient before it is added"
+        yield Fault("fused_linear", "true", rule, "leave it out, or use precision=fp32 or bf16-params")
+    if config.accumulator is not None:
+        rule = "changes nothing with an accumulator, which adds the gradients itself"
+        yield Fault("fused_linear", "true", rule, "leave one of them out")
+    if config.step_in_backward:
+        rule = "changes nothing with step_in_backward=true, where no gradient is added to another"
+        yield Fault("fused_linear", "true", rule, "leave one of them out")
+    if config.compile:
+        rule = "cannot be used with compile=true, which leaves out every layer that is fused"
+        yield Fault("fused_linear", "true", rule, "leave one of them out")
+    if config.processes > 1:
+        rule = f"cannot be used by {config.processes} processes, which wait for each gradient to be made"
+        yield Fault("fused_linear", "true", rule, "leave it out")
+
+
+def _step_in_backward_faults(config: Config) -> Iterator[Fault]:
+    """Find what needs the whole gradient, before a weight moves or after several backward passes."""
+    whole = "needs the whole gradient before a weight moves, but step_in_backward=true lets go of it piece by piece"
+    if config.clip_norm is not None:
+        yield Fault("clip_norm", config.clip_norm, whole, "leave one of them out")
+    if config.clip_value is not None:
+        yield Fault("clip_value", config.clip_value, whole, "leave one of them out")
+    if config.on_nonfinite == "skip":
+        yield Fault("on_nonfinite", "skip", whole, "use on_nonfinite=stop, or leave step_in_backward out")
+    if config.precision == "fp16":
+        rule = "has a gradient scaler, which " + whole
+        yield Fault("precision", "fp16", rule, "use precision=bf16, or leave step_in_backward out")
+    lengths = {steps for _, steps in config.accum_schedule or ()} | {config.accum_steps or 1}
+    if config.automatic or lengths != {1}:
+        rule = "needs windows of one micro-batch: every backward pass moves the weights"
+        yield Fault("step_in_backward", "true", rule, "use accum_steps=1, or leave it out")
+    if config.accumulator is not None:
+        rule = "changes nothing with step_in_backward=true, where no gradient is added to another"
+        yield Fault("accumulator", config.accumulator, rule, "leave one of them out")
+    if config.compile:
+        rule = "saves nothing with compile=true, whose backward pass makes all gradients before it hands one out"
+        yield Fault("step_in_backward", "true", rule, "leave one of them out")
+    if config.processes > 1:
+        rule = f"cannot be used by {config.processes} processes, which synchronize gradients before a weight may move"
+        yield Fault("step_in_backward", "true", rule, "leave it out")
 
 
 def _secret_faults(tracking: Tracking) -> list[Fault]:

@@ -132,6 +132,8 @@ class Config(BaseModel):
     accumulator: Literal["fp32"] | None = _setting("must be fp32 or null", "fp32")
     checkpointing: bool = _setting("must be true or false", "true")
     compile: bool = _setting("must be true or false", "true")
+    fused_linear: bool = _setting("must be true or false", "true")
+    step_in_backward: bool = _setting("must be true or false", "true")
     parallel: Literal["ddp", "fsdp"] = _setting("must be ddp or fsdp", "ddp")
     sync_every_micro_batch: bool = _setting("must be true or false", "true")
     processes: int = Field(description="is how many processes torchrun has started", ge=1)

@@ -63,7 +63,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     if status != "finished":
         _free_memory(device)  # here, not in the except block: until that is left, the traceback holds the tensors
     series = training.history.series()
-    if status == "finished" and (reason := _divergence(series, training)):
+    if status == "finished" and (reason := _divergence(series, training, config.step_in_backward)):
         status = "failed" if set(training.history.outcomes) == {"empty"} else "diverged"
     metrics = _metrics(series, training)
     record = Record(
@@ -179,13 +179,17 @@ def _speed(seconds: Sequence[float], samples: Sequence[int]) -> dict[str, float 
     }
 
 
-def _divergence(series: dict[str, list[float]], training: Training) -> str | None:
-    """Say where a loss, a gradient or the weights are not finite; None where all are, or were skipped on request."""
+def _divergence(series: dict[str, list[float]], training: Training, in_backward: bool) -> str | None:
+    """Say where a loss, a gradient or the weights are not finite; None where all are, or were skipped on request.
+
+    `in_backward`: whether weights move before all gradients of a step are there.
+    """
     steps = len(training.samples)
     if "diverged" in training.history.outcomes:
         number = training.history.outcomes.index("diverged")
         what = "gradient" if math.isfinite(series["train/loss"][number]) else "loss"
-        return f"the {what} is not finite in step {number + 1}; the weights are those before it"
+        weights = "weights have moved in it (step_in_backward)" if in_backward else "the weights are those before it"
+        return f"the {what} is not finite in step {number + 1}; {weights}"
     if training.final is not None and not math.isfinite(_norm(training.final)):
         return f"the weights are not finite after step {steps}"
     if steps and "stepped" not in training.history.outcomes:

@@ -19,6 +19,8 @@ from accum_sweep import optimizers, precision
 from accum_sweep.accumulate import Loss, Window, accumulate_gradients
 from accum_sweep.boundary import Boundary
 from accum_sweep.errors import UserError
+from accum_sweep.fused_linear import fuse_linears
+from accum_sweep.step_in_backward import step_in_backward
 
 if TYPE_CHECKING:
     from accum_sweep.config import Config
@@ -28,6 +30,8 @@ def prepare(config: Config, model: nn.Module, blocks: tuple[str, ...], device: t
     """Return `model`, changed in place, as it is trained. Raises UserError where it lacks what a setting works on."""
     model = model.to(device).train()
     set_batchnorm(config, model)
+    if config.fused_linear and not fuse_linears(model):
+        raise UserError("fused_linear=true has nothing to work on: no nn.Linear of the model is trained; leave it out")
     if config.checkpointing:
         for block in _blocks(model, blocks, "checkpointing=true"):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -67,6 +71,8 @@ def boundary(config: Config, model: nn.Module, device: torch.device, steps: int)
     if config.lr_schedule != "constant" or config.warmup_steps:
         factor = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, steps)
         schedulers.append(torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
+    if config.step_in_backward:
+        return step_in_backward(model, optimizer, schedulers)
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return Boundary([optimizer], schedulers, config.clip_norm, config.clip_value, config.on_nonfinite, scaler)
 

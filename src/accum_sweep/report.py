@@ -26,6 +26,8 @@ UNREMARKABLE: dict[str, Any] = {
     "batchnorm": "train",
     "checkpointing": False,
     "compile": False,
+    "fused_linear": False,
+    "step_in_backward": False,
     "parallel": "ddp",
     "sync_every_micro_batch": False,
     "processes": 1,

@@ -105,10 +105,12 @@ def short_pass(
         taken += step.outcome == "stepped"
         if taken == needed:
             break
+    states = [value for state in end.optimizers[0].state.values() for value in state.values()]
+    states = list(filter(torch.is_tensor, states))
     if ledger is not None:
         ledger.begin("start")
-    states = [value for state in end.optimizers[0].state.values() for value in state.values()]
-    tensors = [*model.parameters(), *model.parameters(), *filter(torch.is_tensor, states)]
+        ledger.mark(states, "optimizer")  # also where the step is taken inside backward
+    tensors = [*model.parameters(), *model.parameters(), *states]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

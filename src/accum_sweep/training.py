@@ -27,6 +27,7 @@ from accum_sweep.problems import Problem
 from accum_sweep.referee import Referee
 from accum_sweep.short_pass import measure
 
+NO_GRADIENT = "step_in_backward=true lets go of each gradient before there is a whole one to compare"
 State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
 
 
@@ -65,7 +66,8 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
         so_far.prediction = try_to_predict(config, problem, device)
         memory = measure(config, problem, device)
     so_far.peak, so_far.statement = memory.peak, memory.statement
-    twin = copy.deepcopy(problem.model).train() if config.equivalence != "off" else None
+    judged = config.equivalence != "off" and not config.step_in_backward
+    twin = copy.deepcopy(problem.model).train() if judged else None
     model = prepare(config, problem.model, problem.blocks, device)
     so_far.parameters = sum(parameter.numel() for parameter in model.parameters())
     so_far.initial = _state(model)
@@ -114,6 +116,8 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
     so_far.seconds = clock.seconds()
     if referee is not None:
         so_far.verdict = referee.verdict()
+    elif config.equivalence != "off":
+        so_far.verdict = Verdict("not comparable", NO_GRADIENT), 0, []
     if problem.evaluate is not None and "diverged" not in so_far.history.outcomes:
         with precision.arithmetic(config.precision, device):
             metrics = problem.evaluate(ranks.unwrapped(model), device)

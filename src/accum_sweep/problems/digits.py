@@ -16,7 +16,9 @@ from accum_sweep.problems.base import ProblemParams
 from accum_sweep.problems.held_out import mean
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from torch import Tensor, nn
 
 SAMPLES = 1797
@@ -39,7 +41,9 @@ class DigitsParams(ProblemParams):
 
 def split(test_samples: int, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (images, labels) to train on, and those held out; the split is the same for every seed."""
-    images, labels = load()
+    import torch
+
+    images, labels = map(torch.from_numpy, load())
     images, train = images.to(dtype), SAMPLES - test_samples
     return (images[:train], labels[:train]), (images[train:], labels[train:])
 
@@ -71,15 +75,17 @@ def right(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, int]:
 
 
 @functools.lru_cache(maxsize=1)
-def load() -> tuple[Tensor, Tensor]:
-    """All images (1797, 64), pixels from 0 to 1 in float64, and labels (1797,), in one fixed shuffled order.
+def load() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """All images (1797, 64), pixels from 0 to 1, and labels (1797,), in one fixed shuffled order.
 
-    Shuffled, because the file is sorted by writer and a tail would hold out whole writers.
+    Shuffled, because the file is sorted by writer and a tail would hold out whole writers. No tensors: what is kept
+    must be what it is, also where a problem is built without content.
     """
     import torch
     from sklearn.datasets import load_digits
+    from torch.utils._python_dispatch import _disable_current_modes
 
     digits = load_digits()
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(digits.data).to(torch.float64) / 16
-    return images[order], torch.from_numpy(digits.target).to(torch.int64)[order]
+    with _disable_current_modes():
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0)).numpy()
+    return digits.data[order] / 16, digits.target[order].astype("int64")
