@@ -62,6 +62,7 @@ class Record:
     # "final_sketch", see sketch.py
     equivalence: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what a user might not expect
+    auto: dict[str, Any] = field(default_factory=dict)  # what accum_steps=auto was decided on: see auto.Decision
     sweep_id: str | None = None
     job_num: int | None = None
     version: int = VERSION
