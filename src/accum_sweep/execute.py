@@ -55,7 +55,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
                 decision = decide(config, device)
                 config, chosen = decision.config, decision.found
             with joined(device, config.processes):
-                train_and_measure(config, device, training)
+                train_and_measure(config, device, training, repeats=bool(chosen))
     except DoesNotFit as error:
         status, reason, chosen = "oom", str(error), error.found
     except UserError as error:
@@ -89,7 +89,10 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
         weights=plain(_weights_in_full(training)),
         equivalence=plain(_equivalence(training)),
-        notes=[chosen[key] for key in ("why",) if key in chosen] + training.notes + _unusual(training),
+        notes=[chosen[key] for key in ("why",) if key in chosen]
+        + training.notes
+        + training.repeated
+        + _unusual(training),
         auto=plain(chosen),
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
