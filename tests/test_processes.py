@@ -268,3 +268,38 @@ def test_variables_that_torchrun_would_not_set_are_told(
     assert done.returncode == 2, done.stderr
     assert all(part in done.stderr for part in told), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+SCARCE = """
+import os
+import torch
+from accum_sweep.problems import Problem
+
+def make(dtype, most, unlucky):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(dtype)
+
+    def loss(model, batch):
+        if len(batch[0]) > most and (not unlucky or os.environ["RANK"] == "1"):
+            raise torch.OutOfMemoryError("out of memory, for a test")
+        return model(batch[0]).square().sum(), len(batch[0])
+
+    return Problem(model, (torch.rand(64, 8, dtype=dtype),), loss)
+"""
+
+
+@pytest.mark.parametrize("unlucky", ["false", "true"])
+def test_all_processes_choose_the_same_be_it_that_memory_runs_out_on_one(tmp_path: Path, unlucky: str) -> None:
+    (tmp_path / "scarce.py").write_text(SCARCE)
+    words = ("problem=custom", "problem.factory=scarce:make", "problem.samples=64", "effective_batch_size=50")
+    words = (*words, "epochs=2", "memory_budget=1GiB", "tracking=none", "precision=fp64")
+    swept = ("accum_steps=auto,4", f"problem.arguments={{most:7,unlucky:{unlucky}}}")
+    done = torchrun(tmp_path, "-m", "accum_sweep", "-m", *words, *swept)
+    assert done.returncode == 0, done.stderr[-3000:]
+    chosen, by_hand = records(tmp_path)
+    assert (chosen["config"]["accum_steps"], chosen["config"]["micro_batch_size"]) == (4, 7)
+    assert chosen["run_key"] == by_hand["run_key"]
+    assert chosen["series"] == by_hand["series"]
+    assert chosen["equivalence"] == by_hand["equivalence"]
+    probes = {probe["accum_steps"]: probe["peak_bytes"] for probe in chosen["auto"]["probes"]}
+    assert probes[4] is not None
+    assert probes[3] is None

@@ -48,7 +48,12 @@ class MicroBatches(Batches):
 
     def __init__(self, problem: Problem, window: list[Tensor], device: torch.device, rank: int, world: int) -> None:
         super().__init__(problem, windows.share(window, rank, world), device)
-        self.window = window
+        self.window, self._rank, self._world = window, rank, world
+
+    def recut(self, size: int) -> None:
+        """Cut the window's samples into micro-batches of at most `size`, in the same order."""
+        self.window = windows.cut(self.window, size)
+        self.indices = windows.share(self.window, self._rank, self._world)
 
     def whole(self, device: torch.device) -> Any:
         """Return all samples of the window, on all ranks, as one batch."""

@@ -3,8 +3,6 @@
 Whatever happens while training becomes a status with a reason; only what makes a record impossible is raised.
 """
 
-import contextlib
-import gc
 import json
 import logging
 import math
@@ -19,10 +17,11 @@ import yaml
 from safetensors.torch import save_file
 
 from accum_sweep import environment
+from accum_sweep.auto import DoesNotFit, decide
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
-from accum_sweep.memory import out_of_memory
+from accum_sweep.memory import out_of_memory, release
 from accum_sweep.precision import matrix_products
 from accum_sweep.process_group import joined
 from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
@@ -47,11 +46,18 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     training = Training()
     status: Status = "finished"
     reason: str | None = None
+    chosen: dict[str, Any] = {}
     try:
         device = resolve(config.device, config.precision)
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with forked, matrix_products(config.precision, device), joined(device, config.processes):
-            train_and_measure(config, device, training)
+        with forked, matrix_products(config.precision, device):
+            if config.automatic:
+                decision = decide(config, device)
+                config, chosen = decision.config, decision.found
+            with joined(device, config.processes):
+                train_and_measure(config, device, training, repeats=bool(chosen))
+    except DoesNotFit as error:
+        status, reason, chosen = "oom", str(error), error.found
     except UserError as error:
         status, reason = "failed", str(error)
     except KeyboardInterrupt:
@@ -61,7 +67,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         log.exception("%s: %s", identity.name, status)
     ended = datetime.now(UTC)
     if status != "finished":
-        _free_memory(device)  # here, not in the except block: until that is left, the traceback holds the tensors
+        release(device)  # here, not in the except block: until that is left, the traceback holds the tensors
     series = training.history.series()
     if status == "finished" and (reason := _divergence(series, training, config.step_in_backward)):
         status = "failed" if set(training.history.outcomes) == {"empty"} else "diverged"
@@ -83,8 +89,12 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
         weights=plain(_weights_in_full(training)),
         equivalence=plain(_equivalence(training)),
-        notes=training.notes + _unusual(training),
         peak_phase=training.statement.phase if training.statement is not None else None,
+        notes=[chosen[key] for key in ("why",) if key in chosen]
+        + training.notes
+        + training.repeated
+        + _unusual(training),
+        auto=plain(chosen),
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,
     )
@@ -259,10 +269,3 @@ def _write_companions(record: Record, folder: Path) -> None:
             write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
     except OSError as error:
         log.warning("%s: only record.json could be written (%s)", folder, error.strerror)
-
-
-def _free_memory(device: torch.device | None) -> None:
-    gc.collect()
-    if device is not None and device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # a device that is lost cannot free anything
-            torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ What the CPU's number leaves out: memory that does not come from torch's allocat
 of kB), blocks that kernels take in worker threads, and that memory taken before the work may be released during it.
 """
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable
@@ -23,6 +24,14 @@ OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", 
 def out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that memory ran out."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
+
+
+def release(device: torch.device | None) -> None:
+    """Give back what nobody holds any more. Call it outside of an except block: its traceback holds the tensors."""
+    gc.collect()
+    if device is not None and device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # a device that is lost cannot free anything
+            torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class Record:
     equivalence: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what a user might not expect
     peak_phase: str | None = None  # of memory: in making the data, forward, backward or the optimizer's step
+    auto: dict[str, Any] = field(default_factory=dict)  # what accum_steps=auto was decided on: see auto.Decision
     sweep_id: str | None = None
     job_num: int | None = None
     version: int = VERSION

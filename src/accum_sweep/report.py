@@ -68,12 +68,19 @@ def cells(comparison: Comparison) -> list[list[str]]:
     columns: list[tuple[str, list[str]]] = []
     for setting in comparison.settings:
         header = setting.removesuffix(".name").removeprefix("problem.").removeprefix("optimizer.")
-        missing = "-"
-        if setting in SIZES:
-            missing = (
-                "by schedule" if "accum_schedule" in [*comparison.settings, *comparison.constant] else "as written"
+        known = [*comparison.settings, *comparison.constant]
+        missing = ["-"] * len(rows)
+        if setting in SIZES and "accum_schedule" in known:
+            missing = ["by schedule"] * len(rows)
+        elif setting in SIZES:
+            # A number of micro-batches is missing only where accum_steps=auto came to no choice.
+            numbers = (
+                rows["accum_steps"] if "accum_steps" in rows else [1 if "accum_steps" in known else None] * len(rows)
             )
-        columns.append((header, [missing if _missing(value) else _short(_plain(value)) for value in rows[setting]]))
+            missing = ["auto" if _missing(number) else "as written" for number in numbers]
+        pairs = zip(rows[setting], missing, strict=True)
+        shown = [word if _missing(value) else _short(_value(setting, value)) for value, word in pairs]
+        columns.append((header, shown))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
         if metric == "predicted_allocated_bytes":
@@ -119,7 +126,7 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
     kind = f"; {KINDS[comparison.kind]}" if comparison.kind else ""
     lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
     constant = comparison.constant.items()
-    same = [f"{key}={_plain(value)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
+    same = [f"{key}={_value(key, value)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
     lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
     notes = []
     if any(rows[f"{metric}_vs_baseline"].notna().any() for metric in comparison.metrics):
@@ -134,7 +141,9 @@ def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
     """Say, for each reason there is, why which settings' gradients are as they are, and what else was noted."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for _, row in comparison.rows.iterrows():
-        label = " ".join(f"{key}={_short(_plain(row[key]))}" for key in comparison.settings if not _missing(row[key]))
+        label = " ".join(
+            f"{key}={_short(_value(key, row[key]))}" for key in comparison.settings if not _missing(row[key])
+        )
         for kind, words in ((row["verdict"], row["verdict_reason"]), ("note", row["notes"])):
             if words:
                 by_reason.setdefault((kind, words), []).append(label)
@@ -233,6 +242,11 @@ def _count(runs: int, finished: int) -> str:
 def _plain(value: Any) -> str:
     """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() and 1 <= abs(value) < 1e15 else str(value)
+
+
+def _value(setting: str, value: Any) -> str:
+    """Return a setting as one would type it, memory in its unit."""
+    return show_bytes(value).replace(" ", "") if setting in ("memory_budget", "memory_limit") else _plain(value)
 
 
 def _short(text: str) -> str:

@@ -213,6 +213,7 @@ def _tags(record: Record, parent_run_id: str | None) -> dict[str, Any]:
         "accum_sweep.run_key": record.run_key,
         "accum_sweep.status": record.status,
         "accum_sweep.reason": record.reason,
+        "accum_sweep.auto": record.auto.get("why"),
         "accum_sweep.equivalence": record.equivalence.get("verdict"),
         "accum_sweep.equivalence_reason": record.equivalence.get("reason") or None,
         **{f"accum_sweep.{key}": value for key, value in record.environment.items()},

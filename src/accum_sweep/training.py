@@ -3,7 +3,7 @@
 import copy
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from accum_sweep.predict import Prediction, try_to_predict
 from accum_sweep.preparation import accumulation, boundary, in_precision, notes, prepare, set_batchnorm
 from accum_sweep.problems import Problem
 from accum_sweep.referee import Referee
+from accum_sweep.repeat import Repeating
 from accum_sweep.short_pass import measure
 
 NO_GRADIENT = "step_in_backward=true lets go of each gradient before there is a whole one to compare"
@@ -49,11 +50,13 @@ class Training:
     held_out: dict[str, float] = field(default_factory=dict)  # metrics on data not trained on
     verdict: tuple[Verdict, int, list[float | None]] | None = None  # see Referee.verdict
     notes: list[str] = field(default_factory=list)  # what a user might not expect
+    repeated: list[str] = field(default_factory=list)  # windows whose memory ran out: see Repeating
 
 
-def train_and_measure(config: Config, device: torch.device, so_far: Training) -> None:
+def train_and_measure(config: Config, device: torch.device, so_far: Training, repeats: bool = False) -> None:
     """Train as `config` says and fill `so_far`. Seeds torch's global generator.
 
+    Where it `repeats`, a window whose memory runs out is repeated in smaller micro-batches, in one process only.
     Where several processes train together, each of them calls this, and what it fills is the same on all.
     """
     torch.manual_seed(config.seed)
@@ -98,8 +101,21 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
             with clock.paused():
                 referee.watch(model, micro_batches, window)
 
+    def again(model: nn.Module, form: tuple[int, ...]) -> None:
+        if referee is not None:
+            with clock.paused():
+                referee.begins(model, form)
+
+    accumulate: Callable[[nn.Module, Any], Window] = accumulation(config, loss, end.scaler)
+    repeating = None
+    if repeats and config.processes == 1:
+        repeating = Repeating(accumulate, again, device, pace=config.batchnorm == "corrected_momentum")
+        accumulate = repeating
+        so_far.repeated = repeating.notes
+
     def batches() -> Iterator[MicroBatches]:
-        for window in training_windows(config, problem):
+        for planned in training_windows(config, problem):
+            window = planned if repeating is None else repeating.fit(planned)
             so_far.samples.append(sum(map(len, window)))
             samples = torch.cat(window).sort().values
             so_far.data.update(len(samples).to_bytes(8, "big") + samples.numpy().tobytes())
@@ -108,7 +124,7 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training) ->
             clock.resume()
             yield MicroBatches(problem, window, device, launch.rank(), config.processes)
 
-    for step in train(model, end, batches(), accumulation(config, loss, end.scaler), watch):
+    for step in train(model, end, batches(), accumulate, watch):
         clock.lap()  # what follows is no part of a step
         so_far.history.add(step)
         if referee is not None:

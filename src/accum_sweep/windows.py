@@ -64,6 +64,11 @@ def share(window: list[Tensor], rank: int, world: int) -> list[Tensor]:
     return share + [window[0][:0]] * missing
 
 
+def cut(window: list[Tensor], size: int) -> list[Tensor]:
+    """Return the same samples in micro-batches of at most `size`."""
+    return [piece for micro_batch in window for piece in torch.split(micro_batch, size)]
+
+
 class _Stream:
     """Samples in their order, epoch after epoch, to be taken in pieces."""
 
