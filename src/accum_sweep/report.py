@@ -30,6 +30,7 @@ UNREMARKABLE: dict[str, Any] = {
     "sync_every_micro_batch": False,
     "processes": 1,
 }
+BYTES = ("memory_budget", "memory_limit")  # settings that are sizes of memory
 MANY = 4  # settings that are named beside a reason
 LONGEST_CONSTANT = 40  # characters of a setting; longer ones the caption leaves out and the table cuts
 
@@ -71,7 +72,9 @@ def cells(comparison: Comparison) -> list[list[str]]:
             missing = (
                 "by schedule" if "accum_schedule" in [*comparison.settings, *comparison.constant] else "as written"
             )
-        columns.append((header, [missing if _missing(value) else _short(_plain(value)) for value in rows[setting]]))
+        columns.append(
+            (header, [missing if _missing(value) else _short(_plain(value, setting)) for value in rows[setting]])
+        )
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
         if metric not in COLUMNS:
@@ -115,7 +118,7 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
     kind = f"; {KINDS[comparison.kind]}" if comparison.kind else ""
     lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
     constant = comparison.constant.items()
-    same = [f"{key}={_plain(value)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
+    same = [f"{key}={_plain(value, key)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
     lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
     notes = []
     if any(rows[f"{metric}_vs_baseline"].notna().any() for metric in comparison.metrics):
@@ -130,7 +133,9 @@ def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
     """Say, for each reason there is, why which settings' gradients are as they are, and what else was noted."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for _, row in comparison.rows.iterrows():
-        label = " ".join(f"{key}={_short(_plain(row[key]))}" for key in comparison.settings if not _missing(row[key]))
+        label = " ".join(
+            f"{key}={_short(_plain(row[key], key))}" for key in comparison.settings if not _missing(row[key])
+        )
         for kind, words in ((row["verdict"], row["verdict_reason"]), ("note", row["notes"])):
             if words:
                 by_reason.setdefault((kind, words), []).append(label)
@@ -214,8 +219,10 @@ def _count(runs: int, finished: int) -> str:
     return str(runs) if runs == finished else f"{finished} of {runs}"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, key: str) -> str:
     """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
+    if key in BYTES:
+        return show_bytes(value).replace(" ", "")
     return str(int(value)) if isinstance(value, float) and value.is_integer() and 1 <= abs(value) < 1e15 else str(value)
 
 
