@@ -42,8 +42,15 @@ REMEMBERED = 4000  # characters of standard error
 PATIENCE_SECONDS = 30.0  # for a child that was interrupted to write its record
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
-# The child imports from where this process does, which is not always where Python looks by itself.
-CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from accum_sweep.own_process import child; child()"
+# The child imports from where this process does, which is not always where Python looks by itself. Until it has, a
+# Ctrl-C ends it without a word.
+CHILD = """
+import json, signal, sys
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+sys.path[:] = json.loads(sys.argv[1])
+from accum_sweep.own_process import child
+child()
+"""
 
 
 def execute_apart(config: Config, folder: Path, identity: Identity) -> Record:
@@ -153,13 +160,19 @@ def _listen(process: "subprocess.Popen[bytes]", messages: int, said: list[str], 
                 elif key.fd == messages:
                     *lines, unfinished = (unfinished + chunk).split(b"\n")
                     for line in lines:
-                        logging.getLogger(json.loads(line)["name"]).handle(logging.makeLogRecord(json.loads(line)))
+                        _log(line)
                 else:
                     text = chunk.decode(errors="replace")
                     sys.stderr.write(text)
                     said[0] = (said[0] + text)[-REMEMBERED:]
     if deadline is None:
         process.wait()
+
+
+def _log(line: bytes) -> None:
+    with contextlib.suppress(ValueError):  # half a line: an interrupt came between
+        words = json.loads(line)
+        logging.getLogger(words["name"]).handle(logging.makeLogRecord(words))
 
 
 # The child's side
