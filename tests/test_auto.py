@@ -44,11 +44,12 @@ def peak(number: int, *words: str) -> int:
 @pytest.mark.parametrize(
     ("words", "effective"), [(DIGITS, 50), ((*GPT, "effective_batch_size=16", "problem.test_sequences=8"), 16)]
 )
-@pytest.mark.parametrize("foreseen", ["nothing", "half"])
+@pytest.mark.parametrize("foreseen", ["nothing", "half", "all"])
 def test_the_choice_is_that_of_all_peaks_measured(words: tuple[str, ...], effective: int, foreseen: str) -> None:
     peaks = {number: peak(number, *words) for number in range(1, effective + 1)}
     heights = sorted(set(peaks.values()))
-    prediction = (lambda config, _: peaks[config.accum_steps] // 2) if foreseen == "half" else None
+    half = {"half": 2, "nothing": 0}.get(foreseen)
+    prediction = None if half is None else lambda config, _: peaks[config.accum_steps] // half if half else None
     for budget in {heights[0], (heights[1] + heights[2]) // 2, heights[-2], heights[-1]}:
         config = settings(*words, "accum_steps=auto", f"memory_budget={budget}B")
         decision = auto.decide(config, CPU, prediction)

@@ -187,7 +187,7 @@ def test_held_out_metrics_are_means_over_what_is_not_trained_on() -> None:
     from accum_sweep.problems.digits import load
 
     problem = build("digits_cnn", norm="batch", test_samples=300)
-    images, labels = load()
+    images, labels = map(torch.from_numpy, load())
     problem.model.eval()
     logits = problem.model(images[-300:])
     expected = {

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     record = a_record(metrics={"last_loss": 0.1, "steps_done": 3}, series={"train/loss": [1.0, 0.1]})
     write(record, tmp_path)
     assert read(tmp_path) == record
-    sweep = a_sweep("s", "2026-01-01T00:00:00+00:00")
+    sweep = replace(a_sweep("s", "2026-01-01T00:00:00+00:00"), skipped={1: "larger"})
     write(sweep, tmp_path)
     assert read_sweep(tmp_path) == sweep
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record.json", "sweep.json"]

@@ -274,6 +274,23 @@ def test_passwords_are_not_shown(uri: str, shown: str) -> None:
     assert without_secrets(f"at {uri} (away)") == f"at {shown} (away)"
 
 
+def test_runs_that_run_out_of_memory_and_those_left_out_for_it_arrive(cli: Cli, tmp_path: Path) -> None:
+    done = cli("-m", "problem=char_gpt", "steps=1", "memory_limit=100MiB", "micro_batch_size=256,512", "device=cpu")
+    assert done.returncode == 1, done.stderr
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("accum-sweep")
+    assert experiment is not None
+    runs = list(client.search_runs([experiment.experiment_id]))
+    oom, skipped = by_name(runs, "micro_batch_size=256"), by_name(runs, "micro_batch_size=512")
+    assert (oom.info.status, oom.data.tags["accum_sweep.status"]) == ("FAILED", "oom")
+    assert oom.data.metrics["failed_allocation_bytes"] > 0
+    assert "no memory for" in oom.data.tags["accum_sweep.reason"]
+    assert (skipped.info.status, skipped.data.tags["accum_sweep.status"]) == ("KILLED", "skipped")
+    assert skipped.data.tags["accum_sweep.reason"] == "larger than an out-of-memory setting: micro_batch_size=256"
+    assert skipped.data.tags["mlflow.parentRunId"] == oom.data.tags["mlflow.parentRunId"]
+    assert set(artifacts(client, skipped)) == {"record.json", "config.yaml", "result.json"}
+
+
 def test_the_tracking_group_knows_none(cli: Cli, tmp_path: Path) -> None:
     done = cli("tracking=none")
     assert done.returncode == 0

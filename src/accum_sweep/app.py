@@ -167,7 +167,7 @@ def task(composed: DictConfig) -> float | None:
         assert sweep is not None, "the sweeper writes the sweep before its first job"
         number = int(job.job.num)
         identity = Identity(f"{sweep.sweep_id}/{number}", sweep.names[number], overrides, sweep.sweep_id, number)
-        record, _ = _execute(config, folder, identity, sweep.parent_run_id)
+        record, _ = _execute(config, folder, identity, sweep.parent_run_id, sweep.skipped.get(number))
         return record.metrics.get("last_loss")
     record, look = _single(config, folder, overrides)
     log.info("%s", "\n".join(filter(None, [f"record: {os.path.relpath(folder)}/record.json", look])))
@@ -196,13 +196,14 @@ def _single(config: Config, folder: Path, overrides: list[str]) -> tuple[Record,
     return _execute(config, folder, Identity(folder.name, " ".join(overrides) or config.problem.name, overrides))
 
 
-def _execute(config: Config, folder: Path, identity: Identity, parent: str | None = None) -> tuple[Record, str | None]:
-    """Execute, then track; return the record and where to look at it."""
-    from accum_sweep.execute import execute
+def _execute(
+    config: Config, folder: Path, identity: Identity, parent: str | None = None, skipped: str | None = None
+) -> tuple[Record, str | None]:
+    """Execute, or say why not (`skipped`), then track; return the record and where to look at it."""
     from accum_sweep.tracking import open_tracker, tolerated
 
     tracker = open_tracker(config.tracking)
-    record = execute(config, folder, identity)
+    record = _record(config, folder, identity, skipped)
     look = None
     if tracker is not None:
         with tolerated(f"run {record.run_id}"):
@@ -211,3 +212,17 @@ def _execute(config: Config, folder: Path, identity: Identity, parent: str | Non
         log.warning("interrupted; what there is stands in %s/record.json", os.path.relpath(folder))
         raise KeyboardInterrupt
     return record, look
+
+
+def _record(config: Config, folder: Path, identity: Identity, skipped: str | None) -> Record:
+    if skipped is not None:
+        from accum_sweep.untrained import leave
+
+        return leave(config, folder, identity, "skipped", skipped)
+    if config.memory_limit is not None:
+        from accum_sweep.own_process import execute_apart
+
+        return execute_apart(config, folder, identity)
+    from accum_sweep.execute import execute
+
+    return execute(config, folder, identity)

@@ -14,10 +14,11 @@ import torch
 from accum_sweep import choose, launch, precision, ranks
 from accum_sweep.choose import Choice, NothingFits, Probe
 from accum_sweep.config import Config
-from accum_sweep.device import free_bytes
+from accum_sweep.device import HEADROOM, free_bytes
 from accum_sweep.errors import Fault, UserError
 from accum_sweep.memory import out_of_memory, release
 from accum_sweep.pace import samples_per_second
+from accum_sweep.predict import try_to_predict
 from accum_sweep.problems import Problem
 from accum_sweep.process_group import joined
 from accum_sweep.short_pass import Measured, measure
@@ -25,7 +26,6 @@ from accum_sweep.units import show_bytes
 
 log = logging.getLogger(__name__)
 
-HEADROOM = 0.1  # of free memory that is left alone: fragments, libraries' workspaces, what others take meanwhile
 NEAR = 0.95  # of the best speed: as fast, for auto.objective=fastest
 TRIED = 4  # numbers of micro-batches that are timed at most
 
@@ -115,10 +115,13 @@ class _Prober:
         self.measured: dict[int, Measured | None] = {}  # None: memory ran out
 
     def predicted(self, number: int) -> int | None:
-        if self._prediction is None:
-            return None
         if number not in self._predicted:
-            self._predicted[number] = self._prediction(self._config.chosen(number), self._device.type)
+            config = self._config.chosen(number)
+            if self._prediction is not None:
+                self._predicted[number] = self._prediction(config, self._device.type)
+            else:
+                found = try_to_predict(config, self._problem, self._device)
+                self._predicted[number] = None if found is None else found.peak_allocated_bytes
         return self._predicted[number]
 
     def probe(self, number: int) -> int | None:

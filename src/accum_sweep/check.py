@@ -4,16 +4,18 @@ Reads and writes nothing. Rules of one setting stand beside it in `config.py`; r
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from accum_sweep import launch
+from accum_sweep import launch, limit
 from accum_sweep.config import Config, Tracking
 from accum_sweep.errors import ConfigError, Fault, UserError, nearest, without_secrets
 from accum_sweep.problems import ProblemParams, params_class
 from accum_sweep.sizes import SIZES, derive_length, derive_sizes
+from accum_sweep.units import show_bytes
 
 # What is checked in the place of a setting that is wrong in itself.
 STAND_INS: dict[str, Any] = {
@@ -81,11 +83,13 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
     if "problem" not in bad:
         config, more = _with_derived(config, bad)
         faults += more
-    faults += [fault for fault in _pair_faults(config) if fault.key not in bad]
+    faults += [fault for fault in (*_pair_faults(config), *_limit_faults(config)) if fault.key not in bad]
     if "tracking" not in bad:
         faults += _secret_faults(config.tracking)
     if not bad & {"optimizer", "lr"}:
         faults += _optimizer_faults(config, with_torch and not faults)
+    if with_torch and not faults:
+        faults += _automatic_device_faults(config)
     if faults:
         raise ConfigError(faults)
     return config
@@ -295,6 +299,35 @@ def _step_in_backward_faults(config: Config) -> Iterator[Fault]:
     if config.processes > 1:
         rule = f"cannot be used by {config.processes} processes, which synchronize gradients before a weight may move"
         yield Fault("step_in_backward", "true", rule, "leave it out")
+
+
+def _limit_faults(config: Config) -> Iterator[Fault]:
+    """Find where memory_limit could not be kept."""
+    if config.memory_limit is None:
+        return
+    shown = show_bytes(config.memory_limit)
+    if not limit.supported():
+        yield Fault("memory_limit", shown, f"needs Linux, {sys.platform} keeps no such limit", "leave it out")
+    if config.device not in ("auto", "cpu"):
+        yield _no_limit_there(shown, config.device)
+    if config.processes > 1:
+        rule = f"needs a process for each run alone, but torchrun's {config.processes} stay for all"
+        yield Fault("memory_limit", shown, rule, "leave it out, or start without torchrun")
+
+
+def _automatic_device_faults(config: Config) -> list[Fault]:
+    """Find, which takes torch, where device=auto is no CPU and yet memory_limit is set."""
+    if config.memory_limit is None or config.device != "auto":
+        return []
+    from accum_sweep.device import resolve
+
+    device = resolve(config.device, config.precision)
+    return [] if device.type == "cpu" else [_no_limit_there(show_bytes(config.memory_limit), f"auto, here {device}")]
+
+
+def _no_limit_there(shown: str, device: str) -> Fault:
+    rule = f"limits the CPU's memory, not that of device={device}, whose own size is its limit"
+    return Fault("memory_limit", shown, rule, "leave it out, or use device=cpu")
 
 
 def _secret_faults(tracking: Tracking) -> list[Fault]:

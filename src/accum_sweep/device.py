@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accum_sweep import launch
+from accum_sweep import limit as limit_of_process
 from accum_sweep.errors import UserError
 
 HEADROOM = 0.1  # of memory that is left alone: fragments, kernels' workspaces, what others take meanwhile
@@ -68,7 +69,8 @@ def free_bytes(device: torch.device) -> int | None:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
     if limit.exists() and (words := limit.read_text().strip()) != "max":
         free = min(free, int(words) - int(used.read_text()))
-    return free
+    left = limit_of_process.left_bytes()
+    return free if left is None else min(free, left)
 
 
 class Clock:

@@ -3,7 +3,6 @@
 Whatever happens while training becomes a status with a reason; only what makes a record impossible is raised.
 """
 
-import json
 import logging
 import math
 import statistics
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from safetensors.torch import save_file
 
 from accum_sweep import environment
@@ -21,10 +19,12 @@ from accum_sweep.auto import DoesNotFit, decide
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
 from accum_sweep.errors import UserError
+from accum_sweep.limit import held_bytes, limited
 from accum_sweep.memory import out_of_memory, release
+from accum_sweep.oom import Shortage, describe
 from accum_sweep.precision import matrix_products
 from accum_sweep.process_group import joined
-from accum_sweep.record import RECORD_FILE, Identity, Record, Status, plain, write, write_atomically
+from accum_sweep.record import Identity, Record, Status, plain, refuse_second, write, write_companions
 from accum_sweep.sketch import sketch
 from accum_sweep.training import State, Training, train_and_measure
 
@@ -39,18 +39,20 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     The global random state is as before when this returns. An interrupt becomes the status `interrupted`; the caller
     decides whether to stop. Raises UserError where the folder holds a run already.
     """
-    if (folder / RECORD_FILE).exists():
-        raise UserError(f"{folder} holds a run already; choose another hydra.run.dir or hydra.sweep.subdir")
+    refuse_second(folder)
     started = datetime.now(UTC)
     device: torch.device | None = None
     training = Training()
+    shortage: Shortage | None = None
+    held_before = 0
     status: Status = "finished"
     reason: str | None = None
     chosen: dict[str, Any] = {}
     try:
         device = resolve(config.device, config.precision)
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-        with forked, matrix_products(config.precision, device):
+        limit = limited(config.memory_limit)
+        with forked, matrix_products(config.precision, device), limit as held_before:
             if config.automatic:
                 decision = decide(config, device)
                 config, chosen = decision.config, decision.found
@@ -63,8 +65,14 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     except KeyboardInterrupt:
         status, reason = "interrupted", "stopped by the user"
     except (Exception, SystemExit) as error:  # a problem's code may raise what it likes, and call exit()
-        status, reason = "oom" if out_of_memory(error) else "failed", f"{type(error).__name__}: {error}"
-        log.exception("%s: %s", identity.name, status)
+        if out_of_memory(error, limited=config.memory_limit is not None):
+            taken = held_bytes() - held_before if config.memory_limit is not None else None
+            shortage = describe(error, device, _where(config, training), taken, config.memory_limit)
+            status, reason = "oom", shortage.reason
+            log.debug("%s: oom", identity.name, exc_info=True)
+        else:
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+            log.exception("%s: failed", identity.name)
     ended = datetime.now(UTC)
     if status != "finished":
         release(device)  # here, not in the except block: until that is left, the traceback holds the tensors
@@ -72,6 +80,11 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     if status == "finished" and (reason := _divergence(series, training, config.step_in_backward)):
         status = "failed" if set(training.history.outcomes) == {"empty"} else "diverged"
     metrics = _metrics(series, training)
+    if shortage is not None:
+        metrics |= {
+            "failed_allocation_bytes": shortage.failed_allocation_bytes,
+            "in_use_bytes": shortage.in_use_bytes,
+        }
     record = Record(
         run_id=identity.run_id,
         run_key=run_key(config, config.device if device is None else str(device)),
@@ -103,8 +116,16 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         save_file(training.initial, folder / "initial.safetensors")
         save_file(training.final, folder / "final.safetensors")
     write(record, folder)
-    _write_companions(record, folder)
+    write_companions(record, folder)
     return record
+
+
+def _where(config: Config, training: Training) -> str:
+    """Say what a run was doing, and with which sizes."""
+    step = f" {len(training.samples)}" if training.stage == "step" else ""
+    sizes = {"micro_batch_size": config.micro_batch_size, "accum_steps": config.accum_steps}
+    given = " ".join(f"{key}={value}" for key, value in sizes.items() if value is not None)
+    return f"{training.stage}{step}{given and f' with {given}'}"
 
 
 def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, float | int | None]:
@@ -258,14 +279,3 @@ def _weights_in_full(training: Training) -> dict[str, dict[str, Any]]:
         for when, state in states.items()
         if state is not None and _is_small(state)
     }
-
-
-def _write_companions(record: Record, folder: Path) -> None:
-    """Write, for people and for MLflow's pages, what the record also holds."""
-    try:
-        write_atomically(folder / "config.yaml", yaml.safe_dump(record.config, sort_keys=False))
-        write_atomically(folder / "result.json", json.dumps(record.result) + "\n")
-        if record.weights:
-            write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
-    except OSError as error:
-        log.warning("%s: only record.json could be written (%s)", folder, error.strerror)

@@ -17,13 +17,28 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.profiler import profile
 
-# The words of allocators and libraries that know no exception of their own for it.
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+# The words of allocators, libraries and the system that know no exception of their own for it.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "out of memory",
+    "not enough memory",
+    "_STATUS_ALLOC_FAILED",
+    "bad_alloc",
+    "failed to map segment",  # of a library that is loaded
+)
+# All that oneDNN says, whatever its reason. Under a limit that reason is memory.
+ONEDNN = ("could not create a primitive", "could not execute a primitive", "could not create a memory")
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error says that memory ran out."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(word in str(error) for word in OUT_OF_MEMORY)
+def out_of_memory(error: BaseException, limited: bool = False) -> bool:
+    """Tell whether an error, or one that it was raised from, says that memory ran out; `limited`: of what was given."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    said = str(error).replace("Cannot", "cannot")
+    if any(words in said for words in (*OUT_OF_MEMORY, *(ONEDNN if limited else ()))):
+        return True
+    return error.__cause__ is not None and out_of_memory(error.__cause__, limited)
 
 
 def release(device: torch.device | None) -> None:

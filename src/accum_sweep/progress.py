@@ -21,6 +21,7 @@ class Progress:
         self._serial = serial
         self._done = 0
         self._failed = 0
+        self._skipped = 0
         self._start = time.monotonic()
         self._live = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
 
@@ -32,7 +33,9 @@ class Progress:
     def ended(self, name: str, record: Record | None) -> None:
         """Count a run and say what became of it; None: it left no record."""
         self._done += 1
-        self._failed += record is None or record.status != "finished"
+        skipped = record is not None and record.status == "skipped"
+        self._skipped += skipped
+        self._failed += not skipped and (record is None or record.status != "finished")
         if self._live:
             self._renew(f"{self._state()}  {name}")
         elif record is None:
@@ -50,11 +53,12 @@ class Progress:
 
     def _state(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
+        skipped = f", {self._skipped} skipped" if self._skipped else ""
         left = ""
         if self._serial and 0 < self._done < self._total:
             seconds = (time.monotonic() - self._start) / self._done * (self._total - self._done)
             left = f", {_duration(seconds)} left"
-        return f"{self._done}/{self._total}{failed}{left}"
+        return f"{self._done}/{self._total}{failed}{skipped}{left}"
 
     def _renew(self, text: str) -> None:
         width = shutil.get_terminal_size().columns - 1

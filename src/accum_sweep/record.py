@@ -10,6 +10,7 @@ no word for them, and `status` says what happened.
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -17,16 +18,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from accum_sweep.errors import UserError
+
+log = logging.getLogger(__name__)
 
 RECORD_FILE = "record.json"
 SWEEP_FILE = "sweep.json"
 RUNS_FOLDER = "runs"
 VERSION = 1
 
-Status = Literal["finished", "diverged", "oom", "failed", "interrupted"]
+Status = Literal["finished", "diverged", "oom", "failed", "interrupted", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class SweepRecord:
     name: str  # what is swept
     parent_run_id: str | None = None  # the MLflow run that the sweep's runs hang under
     ended_at: str | None = None
+    skipped: dict[int, str] = field(default_factory=dict)  # why, by number: jobs that are not to be run
     version: int = VERSION
 
 
@@ -89,6 +94,23 @@ def write(entry: Record | SweepRecord, folder: Path) -> Path:
     path = folder / (SWEEP_FILE if isinstance(entry, SweepRecord) else RECORD_FILE)
     write_atomically(path, json.dumps(plain(asdict(entry)), allow_nan=False))
     return path
+
+
+def write_companions(record: Record, folder: Path) -> None:
+    """Write, for people and for MLflow's pages, what the record also holds."""
+    try:
+        write_atomically(folder / "config.yaml", yaml.safe_dump(record.config, sort_keys=False))
+        write_atomically(folder / "result.json", json.dumps(record.result) + "\n")
+        if record.weights:
+            write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
+    except OSError as error:
+        log.warning("%s: only record.json could be written (%s)", folder, error.strerror)
+
+
+def refuse_second(folder: Path) -> None:
+    """Raise UserError where `folder` holds a run already."""
+    if (folder / RECORD_FILE).exists():
+        raise UserError(f"{folder} holds a run already; choose another hydra.run.dir or hydra.sweep.subdir")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -32,6 +32,7 @@ UNREMARKABLE: dict[str, Any] = {
     "sync_every_micro_batch": False,
     "processes": 1,
 }
+BYTES = ("memory_budget", "memory_limit")  # settings that are sizes of memory
 MANY = 4  # settings that are named beside a reason
 LONGEST_CONSTANT = 40  # characters of a setting; longer ones the caption leaves out and the table cuts
 
@@ -79,7 +80,7 @@ def cells(comparison: Comparison) -> list[list[str]]:
             )
             missing = ["auto" if _missing(number) else "as written" for number in numbers]
         pairs = zip(rows[setting], missing, strict=True)
-        shown = [word if _missing(value) else _short(_value(setting, value)) for value, word in pairs]
+        shown = [word if _missing(value) else _short(_plain(value, setting)) for value, word in pairs]
         columns.append((header, shown))
     columns.append(("runs", [_count(*pair) for pair in zip(rows["runs"], rows["finished"], strict=True)]))
     for metric in comparison.metrics:
@@ -126,7 +127,7 @@ def _caption(comparison: Comparison, wrap: bool) -> list[str]:
     kind = f"; {KINDS[comparison.kind]}" if comparison.kind else ""
     lines = [f"{runs} run{'s' * (runs != 1)}, {finished} finished{kind}"]
     constant = comparison.constant.items()
-    same = [f"{key}={_value(key, value)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
+    same = [f"{key}={_plain(value, key)}" for key, value in constant if UNREMARKABLE.get(key, ...) != value]
     lines.append(f"the same for all: {' '.join(item for item in same if len(item) <= LONGEST_CONSTANT)}")
     notes = []
     if any(rows[f"{metric}_vs_baseline"].notna().any() for metric in comparison.metrics):
@@ -142,7 +143,7 @@ def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
     by_reason: dict[tuple[str, str], list[str]] = {}
     for _, row in comparison.rows.iterrows():
         label = " ".join(
-            f"{key}={_short(_value(key, row[key]))}" for key in comparison.settings if not _missing(row[key])
+            f"{key}={_short(_plain(row[key], key))}" for key in comparison.settings if not _missing(row[key])
         )
         for kind, words in ((row["verdict"], row["verdict_reason"]), ("note", row["notes"])):
             if words:
@@ -239,14 +240,11 @@ def _count(runs: int, finished: int) -> str:
     return str(runs) if runs == finished else f"{finished} of {runs}"
 
 
-def _plain(value: Any) -> str:
+def _plain(value: Any, key: str) -> str:
     """Return a setting as one would type it; whole numbers that pandas keeps as floats are whole again."""
+    if key in BYTES:
+        return show_bytes(value).replace(" ", "")
     return str(int(value)) if isinstance(value, float) and value.is_integer() and 1 <= abs(value) < 1e15 else str(value)
-
-
-def _value(setting: str, value: Any) -> str:
-    """Return a setting as one would type it, memory in its unit."""
-    return show_bytes(value).replace(" ", "") if setting in ("memory_budget", "memory_limit") else _plain(value)
 
 
 def _short(text: str) -> str:

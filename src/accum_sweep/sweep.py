@@ -25,6 +25,7 @@ from accum_sweep.compose import COMPOSITION_ERRORS, as_dict, explain
 from accum_sweep.config import Config
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
 from accum_sweep.progress import Progress
+from accum_sweep.prune import needs_as_much
 from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write
 from accum_sweep.record import records as read_all
 from accum_sweep.tracking import Tracker, open_tracker, tolerated
@@ -68,7 +69,7 @@ def sweep(
             write(plan, folder)
     # Whatever ends it, what there is, is closed and shown.
     try:
-        _launch(jobs, launcher, serial)
+        _launch(jobs, launcher, serial, plan, folder)
     except KeyboardInterrupt:
         _finish(plan, folder, tracker, "interrupted")
         raise
@@ -134,23 +135,41 @@ def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool) -> None:
         raise ConfigError(faults)
 
 
-def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool) -> None:
-    """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once."""
+def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path) -> None:
+    """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once.
+
+    One by one, those that cannot fit where an earlier one did not are marked in the plan, where the job finds it.
+    """
     progress = Progress(len(jobs), serial)
+    too_large: list[Job] = []
     try:
         for batch in _batches(len(jobs), serial):
             if serial:
                 progress.starting(jobs[batch.start].name)
+                if blocker := _blocker(jobs[batch.start], too_large):
+                    plan.skipped[batch.start] = f"larger than an out-of-memory setting: {blocker.name}"
+                    write(plan, folder)
             returned = launcher.launch([jobs[number].overrides for number in batch], initial_job_idx=batch.start)
             found = [_record(job_return) for job_return in returned]
             del returned  # it would keep a failed job's tensors alive
             for number, record in zip(batch, found, strict=True):
                 progress.ended(jobs[number].name, record)
+                if record is not None and record.status == "oom":
+                    too_large.append(jobs[number])
                 if (record is None or record.status != "finished") and jobs[0].config.sweep.on_failure == "stop":
                     log.warning("stopped after the first failure, as sweep.on_failure=stop says")
                     return
     finally:
         progress.close()
+    if plan.skipped:
+        log.warning("%s runs were skipped; sweep.prune=false runs them all the same", len(plan.skipped))
+
+
+def _blocker(job: Job, too_large: Sequence[Job]) -> Job | None:
+    """Return a job that has run out of memory and needed no more than this one must; None where there is none."""
+    if not job.config.sweep.prune:
+        return None
+    return next((other for other in too_large if needs_as_much(job.config, other.config)), None)
 
 
 def _batches(count: int, serial: bool) -> Iterator[range]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED"}  # all others: FAILED
+# All others: FAILED. MLflow has no word for what was never begun.
+ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "skipped": "KILLED"}
 METRICS_AT_ONCE = 1000  # that is what MLflow takes
 PARAMS_AT_ONCE = 100
 LONGEST_VALUE = 6000  # characters of a parameter or tag; MLflow cuts the rest off without a word

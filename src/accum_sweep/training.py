@@ -36,6 +36,7 @@ State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
 class Training:
     """What there is of a training so far: filled as it goes, so that an interrupted one loses nothing."""
 
+    stage: str = "building the problem"  # what is being done; "step": the one of the last window in `samples`
     history: History = field(default_factory=History)
     samples: list[int] = field(default_factory=list)  # by window
     data: Any = field(default_factory=hashlib.sha256)  # of which samples each window held, however they were split
@@ -65,10 +66,12 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training, re
     so_far.notes = notes(config, problem.model)
     if launch.rank():
         torch.manual_seed((config.seed + launch.rank()) % 2**64)  # ranks see different samples, so other dropout
+    so_far.stage = "measuring memory"
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         so_far.prediction = try_to_predict(config, problem, device)
         memory = measure(config, problem, device)
     so_far.peak, so_far.statement = memory.peak, memory.statement
+    so_far.stage = "setting up"
     judged = config.equivalence != "off" and not config.step_in_backward
     twin = copy.deepcopy(problem.model).train() if judged else None
     model = prepare(config, problem.model, problem.blocks, device)
@@ -124,12 +127,14 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training, re
             clock.resume()
             yield MicroBatches(problem, window, device, launch.rank(), config.processes)
 
+    so_far.stage = "step"
     for step in train(model, end, batches(), accumulate, watch):
         clock.lap()  # what follows is no part of a step
         so_far.history.add(step)
         if referee is not None:
             referee.ended(step)
     so_far.seconds = clock.seconds()
+    so_far.stage = "evaluating"
     if referee is not None:
         so_far.verdict = referee.verdict()
     elif config.equivalence != "off":

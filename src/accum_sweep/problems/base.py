@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -36,6 +36,8 @@ class ProblemParams(BaseModel):
     """Base of the `Params` of a problem: the keys under `problem`, with their types and rules."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    libraries: ClassVar[tuple[str, ...]] = ()  # what `build` imports; no part of what memory_limit counts
 
     name: str = Field(description="the module that holds the problem")
     default_accum_steps: int | None = Field(

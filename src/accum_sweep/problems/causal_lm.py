@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 class Params(CorpusParams):
     """Keys of `problem=causal_lm`."""
 
+    libraries = ("accum_sweep.problems.hugging_face", "transformers.generation", "transformers.modeling_utils")
     model_config = ConfigDict(protected_namespaces=())  # pydantic 2.9 would keep names like model_type to itself
 
     model_type: str | None = Field(

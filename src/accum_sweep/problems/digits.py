@@ -29,6 +29,8 @@ CLASSES = 10
 class DigitsParams(ProblemParams):
     """Keys that the problems on digits share."""
 
+    libraries = ("sklearn.datasets",)
+
     test_samples: int = Field(
         default=360, ge=1, lt=SAMPLES, description="images held out for test/accuracy and test/loss"
     )
