@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accum_sweep import training
+from accum_sweep import preparation, short_pass
 from accum_sweep.accumulate import Window, accumulate_gradients
 from accum_sweep.boundary import Boundary, Step
 from accum_sweep.check import check
@@ -101,7 +101,7 @@ def nominal(items: int, micro_batches: int) -> float:
 
 
 def in_the_loop(faulty: Accumulate) -> Callable[[Patch], None]:
-    return lambda patch: patch.setattr(training, "accumulate_gradients", faulty)
+    return lambda patch: patch.setattr(preparation, "accumulate_gradients", faulty)
 
 
 def at_the_boundary(name: str, faulty: Callable[[Any], Any]) -> Callable[[Patch], None]:
@@ -110,7 +110,7 @@ def at_the_boundary(name: str, faulty: Callable[[Any], Any]) -> Callable[[Patch]
 
 def not_cleared(patch: Patch) -> None:
     """zero_grad() forgotten. The engine refuses to begin with gradients, so its loop goes too."""
-    patch.setattr(training, "accumulate_gradients", loop(nominal))
+    patch.setattr(preparation, "accumulate_gradients", loop(nominal))
     patch.setattr(Boundary, "clear", lambda _: None)
 
 
@@ -296,7 +296,7 @@ def test_a_planted_fault_is_found_and_named(tmp_path: Path, monkeypatch: Patch, 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loop_of_ones_own_that_is_right_is_not_accused(tmp_path: Path, monkeypatch: Patch, optimizer: str) -> None:
-    monkeypatch.setattr(training, "accumulate_gradients", loop(nominal))
+    monkeypatch.setattr(preparation, "accumulate_gradients", loop(nominal))
     record = run_here(tmp_path, *MLP, "steps=3", *OPTIMIZERS[optimizer], EVERY)
     assert verdict(record) == ("equivalent", "")
 
@@ -393,7 +393,7 @@ def test_summing_in_bfloat16_is_told(tmp_path: Path, optimizer: str) -> None:
 @pytest.mark.parametrize("accumulator", ["null", "fp32"])
 def test_a_wrong_divisor_is_named_in_bfloat16_too(tmp_path: Path, monkeypatch: Patch, accumulator: str) -> None:
     """Five micro-batches of 16, and a short window of four."""
-    monkeypatch.setattr(training, "accumulate_gradients", loop(lambda *_: 1 / (5 * 16)))
+    monkeypatch.setattr(preparation, "accumulate_gradients", loop(lambda *_: 1 / (5 * 16)))
     words = (*MLP[:3], "accum_steps=5", "problem.test_samples=1653", "epochs=1", "precision=bf16-params", EVERY)
     found, why = verdict(run_here(tmp_path, *words, f"accumulator={accumulator}"))
     assert found == "different"
@@ -545,13 +545,13 @@ def test_a_full_batch_that_does_not_fit_is_told_and_the_run_goes_on(tmp_path: Pa
     assert peak is not None
     # Weights and all need room once, activations four times: more than what one micro-batch just fits into, and less
     # than four times that.
-    monkeypatch.setattr(training, "free_bytes", lambda _: peak + 1)
+    monkeypatch.setattr(short_pass, "free_bytes", lambda _: peak + 1)
     record = run_here(tmp_path / "small", *words)
     assert (record.status, record.metrics["steps_done"]) == ("finished", 3)
     assert verdict(record) == ("not comparable", "the full batch does not fit into memory")
     assert record.metrics["gradient_error"] is None
     assert verdict(run_here(tmp_path / "one", *words, "accum_steps=1")) == ("equivalent", "")
-    monkeypatch.setattr(training, "free_bytes", lambda _: 4 * peak)
+    monkeypatch.setattr(short_pass, "free_bytes", lambda _: 4 * peak)
     assert verdict(run_here(tmp_path / "large", *words)) == ("equivalent", "")
 
 
