@@ -115,7 +115,7 @@ def test_a_planted_buffer_is_predicted_and_measured_alike() -> None:
 
 
 def test_without_what_kernels_take_for_themselves_a_convolution_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = f"{CNN} micro_batch_size=128 problem.channels=32 precision=bf16 accum_steps=2"
+    text = "problem=digits_cnn micro_batch_size=16 precision=bf16 accum_steps=2"
     predicted, measured = both(text)
     monkeypatch.setattr(predict, "own_bytes", lambda *_: 0)
     missed, _ = both(text)
@@ -125,10 +125,12 @@ def test_without_what_kernels_take_for_themselves_a_convolution_is_missed(monkey
 
 def test_an_operation_takes_what_it_takes() -> None:
     def work(x: Tensor) -> Tensor:
-        return torch.empty(1000, dtype=torch.uint8)[:1].float() + x  # 1000 bytes that go, 4 that stay
+        buffer = torch.empty(1000, dtype=torch.uint8)
+        y = torch.empty_like(x)
+        del buffer
+        return y
 
-    x = torch.zeros(1)
-    assert kernels._learn(work, (x,), {}) == 1000 + 4  # the one number as float32 goes too
+    assert kernels._learn(work, (torch.zeros(5),), {}) == 1000
 
 
 # What depends on content

@@ -59,7 +59,9 @@ def test_an_index_beyond_the_data_is_an_error_and_not_the_end() -> None:
 
 
 def test_data_that_is_not_as_long_as_said_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digits, "load", lambda: (torch.rand(1400, 64), torch.zeros(1400, dtype=torch.int64)))
+    monkeypatch.setattr(
+        digits, "load", lambda: (torch.rand(1400, 64).numpy(), torch.zeros(1400, dtype=torch.int64).numpy())
+    )
     record = run_here(tmp_path, "problem=digits_mlp", "epochs=1")
     assert record.status == "failed"
     assert "says that it has 1437 training samples, but column 0 of its data has 1400" in (record.reason or "")

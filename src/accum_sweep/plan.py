@@ -114,7 +114,7 @@ def make(config: Config) -> Plan:
     for accum_steps, split in splits.items():
         found = known.get(_size(split)) if split is even.get(_size(split)) else None
         found = found or trace(split, problem, device_type)
-        rows.append(Row(accum_steps, _size(split), read(found, split, problem, device_type)))
+        rows.append(Row(accum_steps, _size(split), read(found, device_type)))
     return Plan(config, device_type, budget, rows)
 
 

@@ -7,7 +7,8 @@ a CUDA device the blocks that come and go are replayed through a model of its ca
 import copy
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def predict(config: Config, problem: Problem, device_type: str) -> Prediction:
     `problem` may be `outline(config)` or a real one. Raises what torch raises where an operation cannot go without
     content, such as one whose output is as large as there are entries above 0.
     """
-    return read(trace(config, problem, device_type), config, problem, device_type)
+    return read(trace(config, problem, device_type), device_type)
 
 
 def trace(config: Config, problem: Problem, device_type: str) -> Trace:
@@ -65,26 +66,22 @@ def trace(config: Config, problem: Problem, device_type: str) -> Trace:
         problem = _without_content(problem, mode)
         windows: ShortWindows = [list(map(mode.from_tensor, window)) for window in short], needed
         ledger = Ledger(own_bytes if device_type == "cpu" else None, _perform)
-        with ledger:
+        with ledger, _random_state_followed() if device_type == "cpu" else nullcontext():
             ledger.hold([*problem.model.parameters(), *problem.model.buffers()], "parameters")
             short_pass(_as_on(config, device_type), problem, windows, problem.model, CPU, ledger)
     return ledger.trace()
 
 
-def read(trace: Trace, config: Config, problem: Problem, device_type: str) -> Prediction:
+def read(trace: Trace, device_type: str) -> Prediction:
     """Return the peak that a trace has on a device of this type."""
     found = trace.statement()
-    if device_type == "cuda":
-        replayed = replay(trace.events)
-        # What the allocator's rounding adds is nobody's.
-        rounding = replayed.allocated_bytes - found.peak_bytes
-        parts = found.parts | {"temporaries": found.parts["temporaries"] + rounding}
-        return Prediction(replayed.allocated_bytes, replayed.reserved_bytes, found.phase, parts)
-    kept = 0
-    if config.checkpointing and found.phase != "step":  # to draw the same random numbers again; made past us
-        kept = len(problem.blocks) * torch.get_rng_state().nbytes
-    parts = found.parts | {"activations": found.parts["activations"] + kept}
-    return Prediction(found.peak_bytes + kept, None, found.phase, parts)
+    if device_type != "cuda":
+        return Prediction(found.peak_bytes, None, found.phase, found.parts)
+    replayed = replay(trace.events)
+    # What the allocator's rounding adds is nobody's.
+    rounding = replayed.allocated_bytes - found.peak_bytes
+    parts = found.parts | {"temporaries": found.parts["temporaries"] + rounding}
+    return Prediction(replayed.allocated_bytes, replayed.reserved_bytes, found.phase, parts)
 
 
 def try_to_predict(config: Config, problem: Problem, device: torch.device) -> Prediction | None:
@@ -113,6 +110,19 @@ def fakes() -> FakeTensorMode:
     # It would remember each tensor by a weak reference, and nn.Module.to() refuses tensors that have one.
     mode.fake_tensor_converter.set_tensor_memo = lambda *_: None  # type: ignore[method-assign]
     return mode
+
+
+@contextmanager
+def _random_state_followed() -> Iterator[None]:
+    """Let what checkpointing keeps, to draw the same random numbers again, be a tensor that a ledger sees."""
+    before = torch.get_rng_state, torch.set_rng_state
+    size = torch.get_rng_state().numel()
+    torch.get_rng_state = lambda: torch.empty(size, dtype=torch.uint8)
+    torch.set_rng_state = lambda new_state: None  # noqa: ARG005 - torch's name for it
+    try:
+        yield
+    finally:
+        torch.get_rng_state, torch.set_rng_state = before
 
 
 class _Performing(TorchDispatchMode):  # type: ignore[no-untyped-call]
