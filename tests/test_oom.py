@@ -134,7 +134,7 @@ def test_the_other_places_have_their_names(tmp_path: Path, monkeypatch: pytest.M
 
     for number, (owner, name, where) in enumerate(
         (
-            ("accum_sweep.training", "boundary", "measuring memory with"),
+            ("accum_sweep.short_pass", "boundary", "measuring memory with"),
             ("accum_sweep.training", "_state", "setting up with"),
             ("accum_sweep.problems.digits", "load", "building the problem with"),
         )
