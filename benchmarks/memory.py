@@ -98,7 +98,7 @@ def main() -> None:
     """Print both tables; fail where a group is further off than it may be."""
     torch.set_num_threads(1)
     print("# Predicted and measured peaks\n")
-    print(f"`python -m benchmarks.memory`; torch {torch.__version__}, accelerate {accelerate.__version__}, ")
+    print(f"`python -m benchmarks.memory`; torch {torch.__version__}, accelerate {accelerate.__version__},")
     print(f"Python {platform.python_version()}, {processor()}, one thread.\n")
     print("| group | configurations | to the byte | worst | it is |\n|---|---:|---:|---:|---|")
     worst_of_all, count = 0.0, 0
