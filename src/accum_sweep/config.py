@@ -1,6 +1,6 @@
 """The configuration of a run: the type and the rule of each setting, and the windows that follow from them.
 
-Defaults stand in `conf/`, rules between settings in `check.py`.
+Defaults stand in `conf/`, rules between settings in `pairs.py`.
 """
 
 import hashlib
