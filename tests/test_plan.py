@@ -144,6 +144,7 @@ def test_csv_and_json_hold_the_rows_and_a_plot_is_drawn(cli: Cli, tmp_path: Path
         (("memory_budget=80",), "memory_budget=80: must be a size with its unit"),
         (("memory_budget=80GX",), "memory_budget=80GX: must be a size with its unit"),
         (("compile=true",), "compile=true: what torch.compile makes of a model is not predicted"),
+        (("accum_steps=1,2",), "accum_steps=1,2: plan takes one value a key"),
         (("problem=nowhere",), "problem=nowhere: there is no such problem"),
         (("--csv", "-", "--json", "-"), "--csv and --json cannot share standard output"),
         (("--plot", "plan.xyz"), "--plot plan.xyz"),

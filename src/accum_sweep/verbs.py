@@ -70,7 +70,14 @@ def plan(arguments: Sequence[str]) -> None:
     from accum_sweep.check import check
     from accum_sweep.compose import compose
 
-    config = check(compose(options.setting))
+    try:
+        config = check(compose(options.setting))
+    except UserError as error:
+        if str(error).endswith("add -m"):  # which is for runs
+            raise UserError(
+                f"{str(error).partition(': ')[0]}: plan takes one value a key; it shows every split"
+            ) from error
+        raise
     from accum_sweep import plan_report  # torch takes seconds that help and errors do without
     from accum_sweep.plan import make
 
