@@ -1,6 +1,6 @@
 """Rules and derived sizes, the errors that tell them, and what makes two runs the same."""
 
-from itertools import islice
+from itertools import combinations, islice
 
 import pytest
 
@@ -182,6 +182,16 @@ def test_every_fault_is_told_by_its_key(words: list[str], keys: list[str]) -> No
         checked(*words)
     assert sorted(fault.key for fault in caught.value.faults) == sorted(keys)
     assert all(fault.rule and fault.remedy for fault in caught.value.faults)
+
+
+def test_any_two_faults_are_told_together() -> None:
+    good = compose([])
+    keys = sorted(set(good) & set(Config.model_fields))
+    assert {"problem", "optimizer", "tracking", "sweep", "accum_steps", "lr"} <= set(keys)
+    for one, other in combinations(keys, 2):
+        with pytest.raises(ConfigError) as refused:
+            check(good | {one: ["wrong"], other: ["wrong"]})
+        assert {fault.key.partition(".")[0] for fault in refused.value.faults} >= {one, other}
 
 
 @pytest.mark.parametrize("key", ["tracking.uri", "traking.uri", "tracking.url", "device"])

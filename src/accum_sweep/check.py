@@ -81,7 +81,8 @@ def check(composed: Mapping[str, Any], with_torch: bool = True) -> Config:
         faults += list(_field_faults(error, Config))
         bad |= {str(fault["loc"][0]) for fault in error.errors()}
         # The rules between settings are checked on what is sound, so that all faults are told at once.
-        config = Config.model_validate(STAND_INS | {key: value for key, value in raw.items() if key not in bad})
+        sound = {key: value for key, value in raw.items() if key not in bad or key == "problem"}
+        config = Config.model_validate(STAND_INS | sound)
     if "problem" not in bad:
         config, more = _with_derived(config, bad)
         faults += more
