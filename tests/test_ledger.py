@@ -136,6 +136,17 @@ def test_between_sizes_a_trace_is_what_it_would_be(sizes: tuple[int, ...]) -> No
     assert len(asked) == min(3, len(set(sizes)))
 
 
+def test_one_sample_may_lie_on_no_line() -> None:
+    def traced(size: int) -> Trace:
+        asked.append(size)
+        return trace_of(lambda size: torch.zeros(8 if size == 1 else 3 * size), size)
+
+    asked: list[int] = []
+    found = lines.traces((1, 2, 4, 8, 16, 32), traced)
+    assert sorted(asked) == [1, 2, 8, 32]
+    assert found == {size: traced(size) for size in (1, 2, 4, 8, 16, 32)}
+
+
 def test_where_samples_meet_every_size_is_asked_for() -> None:
     asked: list[int] = []
     found = lines.traces((2, 4, 8, 16, 32), functools.partial(quadratic, asked))

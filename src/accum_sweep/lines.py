@@ -9,18 +9,27 @@ from accum_sweep.ledger import Event, Trace
 
 
 def traces(sizes: Iterable[int], at: Callable[[int], Trace]) -> dict[int, Trace]:
-    """Return the trace of each size. `at` is asked for three, and where these do not lie on lines, for all."""
+    """Return the trace of each size, asking `at` for three of them where the others lie on lines between these.
+
+    The smallest may lie on none, as one sample often does: what has one row only needs no copy to be contiguous.
+    """
     wanted = sorted(set(sizes))
-    if len(wanted) < 4:
-        return {size: at(size) for size in wanted}
-    low, high, middle = wanted[0], wanted[-1], wanted[len(wanted) // 2]
-    known = {size: at(size) for size in (low, high, middle)}
+    known: dict[int, Trace] = {}
 
-    def between(size: int) -> Trace | None:
-        return _between(known[low], known[high], (size - low, high - low))
+    def trace(size: int) -> Trace:
+        if size not in known:
+            known[size] = at(size)
+        return known[size]
 
-    on_lines = between(middle) == known[middle]
-    return {size: known.get(size) or (between(size) if on_lines else None) or at(size) for size in wanted}
+    for number, low in enumerate(wanted[:-3]):
+        high, middle = wanted[-1], wanted[(number + len(wanted)) // 2]
+
+        def between(size: int, low: int = low, high: int = high) -> Trace | None:
+            return _between(trace(low), trace(high), (size - low, high - low))
+
+        if between(middle) == trace(middle):
+            return {size: known.get(size) or between(size) or trace(size) for size in wanted}
+    return {size: trace(size) for size in wanted}
 
 
 def _between(low: Trace, high: Trace, share: tuple[int, int]) -> Trace | None:

@@ -107,8 +107,8 @@ def make(config: Config) -> Plan:
     budget = config.memory_budget or _free(config, device_type)
     problem = outline(config)
     splits = {accum_steps: config.chosen(accum_steps) for accum_steps in _splits(config)}
-    # Without a second micro-batch, of one sample, or of unequal sizes they are no part of a line.
-    even = {_size(split): split for k, split in splits.items() if 1 < k < effective and effective % k == 0}
+    # Without a second micro-batch, or of unequal sizes, they are no part of a line.
+    even = {_size(split): split for k, split in splits.items() if k > 1 and effective % k == 0}
     known = lines.traces(even, lambda size: trace(even[size], problem, device_type))
     rows = []
     for accum_steps, split in splits.items():
