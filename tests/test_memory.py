@@ -48,6 +48,7 @@ RUNS += [
     for norm, precision, accum_steps in itertools.product(("batch", "group"), PRECISIONS, (1, 2))
 ]
 RUNS += [f"problem={problem} {TEXT} optimizer=adamw" for problem in ("char_gpt", "causal_lm")]
+RUNS += [f"problem=char_gpt {TEXT} optimizer=adamw checkpointing=true"]
 RUNS += ["problem=custom problem.factory=custom_problem:make problem.samples=512 accum_steps=2"]
 CNNS = list(itertools.product((4, 32), PRECISIONS))  # samples, precision
 IMAGE = 3, 16, 16

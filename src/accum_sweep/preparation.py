@@ -34,7 +34,7 @@ def prepare(config: Config, model: nn.Module, blocks: tuple[str, ...], device: t
         raise UserError("fused_linear=true has nothing to work on: no nn.Linear of the model is trained; leave it out")
     if config.checkpointing:
         for block in _blocks(model, blocks, "checkpointing=true"):
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            _checkpoint(block)
     if config.processes == 1:
         # Not model.compile(): of torch's own containers, such as nn.Sequential, that compiles nothing.
         return cast(nn.Module, torch.compile(model)) if config.compile else model
@@ -48,6 +48,19 @@ def prepare(config: Config, model: nn.Module, blocks: tuple[str, ...], device: t
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def _checkpoint(block: nn.Module) -> None:
+    """Let a block compute its activations anew in the backward pass."""
+    plain = type(block)
+    if "forward" in vars(block):
+        raise UserError(f"checkpointing=true: a block ({plain.__name__}) has a forward that is not its class's; leave it out")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(functools.partial(plain.forward, self), *args, use_reentrant=False, **kwargs)
+
+    # Not a new `forward` in the block, which would tie it into a cycle.
+    block.__class__ = type(plain.__name__, (plain,), {"forward": forward, "__module__": plain.__module__})
 
 
 def set_batchnorm(config: Config, model: nn.Module) -> None:

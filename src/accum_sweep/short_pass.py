@@ -1,7 +1,6 @@
 """The peak of a run's memory, from the few windows of its training that reach it."""
 
 import copy
-import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import islice
@@ -62,8 +61,6 @@ def measure(config: Config, problem: Problem, device: torch.device) -> Measured:
             work(ledger)
         statement = ledger.trace().statement()
     peak = measure_peak(work, device)
-    if config.checkpointing:
-        gc.collect()  # its blocks refer to themselves, and would keep the copies of the model
     if config.processes > 1:
         peak = Peak(*(None if size is None else ranks.highest(size, device) for size in astuple(peak)))
     return Measured(peak, fixed, statement)
