@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +24,8 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 def _own_environment() -> None:
     for name in FOREIGN:
         os.environ.pop(name, None)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background: our programs would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # tests reach no network
     os.environ["OMP_WAIT_POLICY"] = "passive"  # threads that spin for each other crawl on a busy machine
 

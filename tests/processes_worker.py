@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from accum_sweep import launch
 from accum_sweep.accumulate import Window, accumulate_gradients, gradient_norm
 from accum_sweep.boundary import Boundary
 from accum_sweep.ranks import whole
@@ -236,6 +237,7 @@ def main() -> None:
     }
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(results))
     dist.destroy_process_group()
+    launch.end(0)
 
 
 if __name__ == "__main__":

@@ -120,3 +120,27 @@ def test_the_wheel_works_elsewhere(tmp_path: Path) -> None:
     assert f"file://{site}" in run("-m", "accum_sweep", "--info", "searchpath").stdout
     done = run("-m", "accum_sweep", "-m", "accum_steps=1,2", "tracking=none")
     assert "2 runs, 2 finished" in done.stdout
+
+
+UNTIL_THE_END = """
+import sys
+from accum_sweep import launch
+
+class Last:
+    def __del__(self):
+        sys.stderr.write("taken down")
+
+last = Last()
+print("the result")
+launch.end(3)
+"""
+
+
+def test_one_of_several_processes_ends_before_what_is_left_could_disturb_it() -> None:
+    def ended(world: str) -> tuple[int, str, str]:
+        environment = os.environ | {"WORLD_SIZE": world}
+        done = subprocess.run([sys.executable, "-c", UNTIL_THE_END], capture_output=True, text=True, env=environment)
+        return done.returncode, done.stdout, done.stderr
+
+    assert ended("2") == (3, "the result\n", "")
+    assert ended("1") == (3, "the result\n", "taken down"), "the control"

@@ -191,13 +191,12 @@ def make(dtype, fails):
     return Problem(torch.nn.Linear(2, 1).to(dtype), (torch.ones(8, 2, dtype=dtype),), loss)
 """
 IMPATIENT = """
-import sys
 from datetime import timedelta
 from accum_sweep import process_group
-from accum_sweep.__main__ import main
+from accum_sweep.__main__ import command
 
 process_group.PATIENCE = timedelta(seconds=6)  # under FSDP one that failed is waited for
-sys.exit(main())
+command()
 """
 
 

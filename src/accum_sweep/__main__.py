@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from accum_sweep import launch
 from accum_sweep.errors import RunsFailed, UserError
@@ -50,5 +51,10 @@ def _run(arguments: Sequence[str]) -> None:
         hydra_main(arguments)
 
 
+def command() -> NoReturn:
+    """Run the command line in a process that is there for nothing else."""
+    launch.end(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
