@@ -54,7 +54,9 @@ def _checkpoint(block: nn.Module) -> None:
     """Let a block compute its activations anew in the backward pass."""
     plain = type(block)
     if "forward" in vars(block):
-        raise UserError(f"checkpointing=true: a block ({plain.__name__}) has a forward that is not its class's; leave it out")
+        raise UserError(
+            f"checkpointing=true: a block ({plain.__name__}) has a forward that is not its class's; leave it out"
+        )
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(plain.forward, self), *args, use_reentrant=False, **kwargs)
