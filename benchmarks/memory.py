@@ -3,13 +3,18 @@
     python -m benchmarks.memory > benchmarks/memory.md
 
 CPU, one thread. Prints Markdown: by group the worst of its configurations, then three models beside the peer, whose
-estimate knows the weights and Adam, and neither batch nor context (Accelerate's own function, on the same model).
+estimate knows the weights and Adam, and neither batch nor context (Accelerate's own function, on the same model); and
+at last what measuring and predicting cost.
 """
 
 import gc
 import itertools
 import platform
-from collections.abc import Iterable
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import accelerate
 import torch
@@ -74,6 +79,23 @@ GROUPS: dict[str, tuple[list[str], float]] = {
         0.03,
     ),
 }
+LLAMA_7B = (
+    "problem.config={hidden_size:4096,intermediate_size:11008,num_hidden_layers:32,num_attention_heads:32,"
+    "num_key_value_heads:32,vocab_size:32000,max_position_embeddings:4096}"
+)
+SEVEN_B = (
+    f"problem=causal_lm problem.context=2048 {LLAMA_7B} effective_batch_size=256 optimizer=adamw precision=bf16 "
+    "device=cuda memory_budget=200GiB"
+).split()
+MEASURED_PLAN = """
+import resource, sys
+from accum_sweep.__main__ import main
+sys.argv[1:1] = ["plan"]
+try:
+    sys.exit(main())
+finally:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
 ADAMW = "optimizer=adamw accum_steps=2"
 MODELS = {
     "Llama": f"{LM} {ADAMW}",
@@ -94,8 +116,32 @@ def peaks(text: str) -> tuple[int, int, int]:
     return predicted, measured, sum(weight.nbytes for weight in problem.model.parameters())
 
 
+def cost_of(work: Callable[[], object]) -> str:
+    """Return the median and the range of twenty, in milliseconds."""
+    work()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        work()
+        times.append(1000 * (time.perf_counter() - start))
+    return f"{statistics.median(times):.1f} ms ({min(times):.1f} to {max(times):.1f})"
+
+
+def costs() -> Iterator[tuple[str, str]]:
+    """Yield what measuring and predicting take, of the smallest model and of one that no laptop holds."""
+    config = check(compose(["problem=linear"]))
+    problem = config.problem.build(torch.float32)
+    yield "measuring, `problem=linear`", cost_of(lambda: measure(config, problem, CPU))
+    yield "predicting, `problem=linear`", cost_of(lambda: predict(config, problem, "cpu"))
+    for more in ([], ["checkpointing=true"]):
+        start = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", MEASURED_PLAN, *SEVEN_B, *more], capture_output=True, check=True)
+        took, most = time.monotonic() - start, int(done.stderr.split()[-1]) * 1024
+        yield f"`plan {' '.join([*SEVEN_B, *more])}`", f"{took:.0f} s, {show_bytes(most)} resident at most"
+
+
 def main() -> None:
-    """Print both tables; fail where a group is further off than it may be."""
+    """Print the tables; fail where a group is further off than it may be."""
     torch.set_num_threads(1)
     print("# Predicted and measured peaks\n")
     print(f"`python -m benchmarks.memory`; torch {torch.__version__}, accelerate {accelerate.__version__},")
@@ -120,6 +166,9 @@ def main() -> None:
         shown = f"{show_bytes(predicted)} ({predicted / measured - 1:+.2%})"
         name = f"{name}, {weights / 4e6:.2f} M weights"
         print(f"| {name} | {show_bytes(measured)} | {shown} | {show_bytes(peer)} ({peer / measured - 1:+.1%}) |")
+    print("\n| what it takes | |\n|---|---:|")
+    for what, cost in costs():
+        print(f"| {what} | {cost} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,19 @@ def test_views_and_what_was_there_before_take_nothing() -> None:
     del view, again
 
 
+def test_what_goes_at_once_goes_in_one_order() -> None:
+    def gone(order: list[int]) -> list[tuple[int, int]]:
+        with Ledger() as ledger:
+            held = {number: torch.zeros(1 + number) for number in range(3)}
+            for number in order:
+                del held[number]
+            torch.zeros(9)
+        return ledger.trace().events
+
+    assert gone([2, 0, 1]) == gone([0, 1, 2])
+    assert gone([2, 0, 1])[:6] == [(0, FP32), (1, 2 * FP32), (2, 3 * FP32), (0, 0), (1, 0), (2, 0)]
+
+
 def test_what_is_held_from_before_counts_when_it_is_said_and_once() -> None:
     tied = nn.Parameter(torch.zeros(8))
     with Ledger() as ledger:

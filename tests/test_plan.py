@@ -9,8 +9,11 @@ import pytest
 
 from accum_sweep.check import check
 from accum_sweep.compose import compose
+from accum_sweep.config import Config
+from accum_sweep.ledger import Trace
 from accum_sweep.plan import Plan, Row, make
-from accum_sweep.predict import Prediction
+from accum_sweep.predict import Prediction, outline, predict, trace
+from accum_sweep.problems import Problem
 from conftest import Cli
 
 MLP = ("problem=digits_mlp", "effective_batch_size=64")
@@ -44,6 +47,27 @@ def test_a_row_is_what_the_run_measures(cli: Cli, tmp_path: Path, accum_steps: i
     cli(*MLP, f"accum_steps={accum_steps}", "steps=2", "tracking=none", "device=cpu", "hydra.run.dir=here")
     metrics = json.loads((tmp_path / "here/record.json").read_text())["metrics"]
     assert metrics["peak_allocated_bytes"] == row.prediction.peak_allocated_bytes
+
+
+TEXT = "problem.context=16 problem.width=16 problem.heads=2 problem.layers=1"
+
+
+@pytest.mark.parametrize("more", ["", "checkpointing=true", "precision=bf16", "precision=bf16 checkpointing=true"])
+def test_of_many_splits_few_are_followed(monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    followed = []
+
+    def watched(config: Config, problem: Problem, device_type: str) -> Trace:
+        followed.append(config.accum_steps)
+        return trace(config, problem, device_type)
+
+    monkeypatch.setattr("accum_sweep.plan.trace", watched)
+    words = f"problem=char_gpt {TEXT} effective_batch_size=256 optimizer=adamw device=cuda {more}"
+    plan = make(check(compose(words.split())))
+    assert len(plan.rows) == 9
+    assert len(followed) <= 5
+    one = next(row for row in plan.rows if row.accum_steps not in followed)
+    config = plan.config.chosen(one.accum_steps)
+    assert one.prediction == predict(config, outline(config), "cuda"), "as if it had been followed"
 
 
 def a_plan(budget: int | None, *peaks: int) -> Plan:

@@ -4,6 +4,7 @@ torch only. Works on real tensors and on fake ones, which have a size and no con
 predicted is booked by the same hand. Not seen are buffers that a kernel takes and gives back inside one operation.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -124,9 +125,16 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found[1].kind = kind
 
     def trace(self) -> Trace:
-        """Return all that was booked."""
+        """Return all that was booked; what goes between two that come, in the order of its numbers.
+
+        autocast's cache lets go in the order of addresses, another in each pass.
+        """
+        events: list[Event] = []
+        for comes, group in itertools.groupby(self._events, key=lambda event: bool(event[1])):
+            following = list(group)
+            events += following if comes else sorted(following)
         kinds, phases = [block.kind for block in self._blocks], [block.phase for block in self._blocks]
-        return Trace(self._events, kinds, phases)
+        return Trace(events, kinds, phases)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let the operation happen, and book what it has made."""
