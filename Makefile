@@ -14,7 +14,7 @@ check:
 	$(IN) ruff check .
 	$(IN) ruff format --check .
 	$(IN) mypy
-	$(IN) pytest
+	$(IN) pytest -n logical --maxprocesses 4 --dist loadfile
 
 wheel: .venv/dev
 	$(IN) build --wheel --no-isolation

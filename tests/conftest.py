@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 # Settings of whoever runs the tests that would change what the product does.
-FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_BACKEND_STORE_URI", "HYDRA_FULL_ERROR", "OMP_NUM_THREADS")
+FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_BACKEND_STORE_URI", "HYDRA_FULL_ERROR")
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there: tests run side by side, and so do the programs they start
 
 # What torch, MLflow and we set once, at import or first use, and never take back.
 SET_BY_IMPORTS = ("PYTEST_", "KINETO_", "KMP_", "TORCHINDUCTOR_", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")

@@ -211,7 +211,6 @@ def training(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
         wait_for(lambda: [child for child in children(process.pid) if threads(child) > 1])

@@ -24,14 +24,12 @@ DIGITS = ("problem=digits_mlp", "precision=fp64", "effective_batch_size=64", "ep
 
 def torchrun(folder: Path, *words: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         command,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
         start_new_session=True,
     )
     try:
