@@ -41,6 +41,13 @@ def test_a_size_that_does_not_divide_is_split_unevenly() -> None:
     assert [(row.accum_steps, row.micro_batch_size) for row in rows][-3:] == [(16, 4), (32, 2), (50, 1)]
 
 
+def test_an_effective_batch_larger_than_the_data_is_split(cli: Cli) -> None:
+    done = cli("plan", "problem=linear", "effective_batch_size=16", "--csv", "-")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert [row["accum_steps"] for row in rows] == ["2", "4", "8", "16"], "a micro-batch has at most the 8 samples"
+
+
 @pytest.mark.parametrize("accum_steps", [1, 4, 64])
 def test_a_row_is_what_the_run_measures(cli: Cli, tmp_path: Path, accum_steps: int) -> None:
     row = next(row for row in planned().rows if row.accum_steps == accum_steps)

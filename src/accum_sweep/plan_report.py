@@ -82,7 +82,8 @@ def as_csv(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """Return the plan as JSON, with the configuration it is of."""
+    """Return the plan as JSON, with the configuration that its rows have in common."""
+    own = {"automatic", "processes", "accum_steps", "micro_batch_size"}
     content = {
         "device": plan.device_type,
         "budget_bytes": plan.budget_bytes,
@@ -90,7 +91,7 @@ def as_json(plan: Plan) -> str:
         "recommended_accum_steps": plan.recommended and plan.recommended.accum_steps,
         "answer": plan.answer,
         "rows": rows(plan),
-        "config": plan.config.model_dump(mode="json", exclude={"automatic", "processes"}),
+        "config": plan.config.model_dump(mode="json", exclude=own),
     }
     return json.dumps(content, indent=2) + "\n"
 

@@ -71,7 +71,12 @@ def plan(arguments: Sequence[str]) -> None:
     from accum_sweep.compose import compose
 
     try:
-        config = check(compose(options.setting))
+        settings = compose(options.setting)
+        effective = settings.get("effective_batch_size")
+        unsplit = settings.get("accum_steps") is None and settings.get("micro_batch_size") is None
+        if unsplit and isinstance(effective, int | float) and effective is not True and effective % 1 == 0 < effective:
+            settings["accum_steps"] = effective  # any split will do, and this one exists: every one is planned
+        config = check(settings)
     except UserError as error:
         if str(error).endswith("add -m"):  # which is for runs
             raise UserError(
