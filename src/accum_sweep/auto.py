@@ -30,7 +30,7 @@ NEAR = 0.95  # of the best speed: as fast, for auto.objective=fastest
 TRIED = 4  # numbers of micro-batches that are timed at most
 
 Prediction = Callable[[Config, str], int | None]
-"""(configuration, type of device) -> peak bytes, None where it cannot be predicted; equal on all ranks."""
+"""(configuration, type of device) -> bytes the device must hold, None where it cannot be predicted; equal on all ranks."""
 
 
 class DoesNotFit(UserError):  # noqa: N818 - a run's outcome
@@ -121,7 +121,7 @@ class _Prober:
                 self._predicted[number] = self._prediction(config, self._device.type)
             else:
                 found = try_to_predict(config, self._problem, self._device)
-                self._predicted[number] = None if found is None else found.peak_allocated_bytes
+                self._predicted[number] = None if found is None else found.needed_bytes
         return self._predicted[number]
 
     def probe(self, number: int) -> int | None:
@@ -138,10 +138,11 @@ class _Prober:
             return samples_per_second(self._config.chosen(number), self._problem, self._device)
 
     def peak(self, measured: Measured) -> int:
-        if measured.peak.allocated_bytes is None:
+        needed = measured.peak.needed_bytes
+        if needed is None:
             fault = Fault("accum_steps", "auto", f"the device {self._device} cannot tell what it uses", "give a number")
             raise UserError(str(fault))
-        return measured.peak.allocated_bytes
+        return needed
 
     def _least(self, number: int) -> int | None:
         """Return what so many micro-batches need at the least: by the prediction, or by a line through what is known.

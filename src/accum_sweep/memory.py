@@ -60,6 +60,11 @@ class Peak:
     baseline_bytes: int | None = None  # in use before, workspaces of libraries included
     free_bytes: int | None = None  # on the device, before
 
+    @property
+    def needed_bytes(self) -> int | None:
+        """What the device must hold: what its allocator reserves, where it has one that does."""
+        return self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
+
 
 def measure_peak(work: Callable[[], object], device: torch.device) -> Peak:
     """Run `work` once and return the peak of the memory it allocated on `device`.

@@ -36,8 +36,8 @@ class Row:
 
     @property
     def needed_bytes(self) -> int:
-        """What the device must hold: what its allocator reserves, where it has one that does."""
-        return self.prediction.peak_reserved_bytes or self.prediction.peak_allocated_bytes
+        """What the device must hold."""
+        return self.prediction.needed_bytes
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ class Prediction:
     phase: Phase
     parts: dict[Kind, int]
 
+    @property
+    def needed_bytes(self) -> int:
+        """What the device must hold: what its allocator reserves, where it has one that does."""
+        return self.peak_allocated_bytes if self.peak_reserved_bytes is None else self.peak_reserved_bytes
+
 
 def predict(config: Config, problem: Problem, device_type: str) -> Prediction:
     """Predict the peak that `short_pass.measure` would find for `config` on a device of this type.
