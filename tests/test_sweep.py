@@ -166,6 +166,8 @@ class Params(Linear):
     def build(self, dtype):
         if self.crash == "error":
             raise RuntimeError("the disk of the data is on fire")
+        if self.crash == "character":
+            raise RuntimeError("half a \\udcff character")
         if self.crash == "memory":
             raise MemoryError
         return super().build(dtype)
@@ -189,12 +191,14 @@ def own_problem(tmp_path: Path) -> dict[str, str]:
 def test_exceptions_become_a_status_and_the_sweep_goes_on(
     cli: Cli, tmp_path: Path, own_problem: dict[str, str]
 ) -> None:
-    words = ["--config-dir", "own_conf", "-m", "problem=broken", "problem.crash=error,memory,''", "tracking=none"]
-    done = cli(*words, **own_problem)
+    crashes = "problem.crash=error,character,memory,''"
+    done = cli("--config-dir", "own_conf", "-m", "problem=broken", crashes, "tracking=none", **own_problem)
     assert done.returncode == 1, done.stderr
     runs = runs_of(tmp_path)
-    assert [record.status for record in runs] == ["failed", "oom", "finished"]
+    assert [record.status for record in runs] == ["failed", "failed", "oom", "finished"]
     assert runs[0].reason == "RuntimeError: the disk of the data is on fire"
+    assert "half a" in (runs[1].reason or "")
+    assert "Logging error" not in done.stderr
     log = (tmp_path / "runs" / runs[0].run_id / "accum_sweep.log").read_text()
     assert "Traceback" in log, "the job's own log has the whole story"
     assert "on fire" in done.stdout
