@@ -20,7 +20,7 @@ from accum_sweep.memory import out_of_memory, release
 from accum_sweep.pace import samples_per_second
 from accum_sweep.predict import try_to_predict
 from accum_sweep.problems import Problem
-from accum_sweep.process_group import joined
+from accum_sweep.process_group import disband, joined
 from accum_sweep.short_pass import Measured, measure
 from accum_sweep.units import show_bytes
 
@@ -30,7 +30,7 @@ NEAR = 0.95  # of the best speed: as fast, for auto.objective=fastest
 TRIED = 4  # numbers of micro-batches that are timed at most
 
 Prediction = Callable[[Config, str], int | None]
-"""(configuration, type of device) -> bytes the device must hold, None where it cannot be predicted; equal on all ranks."""
+"""(configuration, type of device) -> bytes it must hold, None where that cannot be predicted; equal on all ranks."""
 
 
 class DoesNotFit(UserError):  # noqa: N818 - a run's outcome
@@ -174,6 +174,7 @@ class _Prober:
             if not out_of_memory(error) and "MemoryError" not in str(error):
                 raise
         release(self._device)  # here, not in the except block: until that is left, the traceback holds the tensors
+        disband()
         return None
 
     def _together(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from accum_sweep.limit import held_bytes, limited
 from accum_sweep.memory import out_of_memory, release
 from accum_sweep.oom import Shortage, describe
 from accum_sweep.precision import matrix_products
-from accum_sweep.process_group import joined
+from accum_sweep.process_group import disband, joined
 from accum_sweep.record import Identity, Record, Status, plain, refuse_second, write, write_companions
 from accum_sweep.sketch import sketch
 from accum_sweep.training import State, Training, train_and_measure
@@ -76,6 +76,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     ended = datetime.now(UTC)
     if status != "finished":
         release(device)  # here, not in the except block: until that is left, the traceback holds the tensors
+    disband()
     series = training.history.series()
     if status == "finished" and (reason := _divergence(series, training, config.step_in_backward)):
         status = "failed" if set(training.history.outcomes) == {"empty"} else "diverged"

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 # in caches of FSDP's (torch 2.13).
 PATIENCE = timedelta(minutes=5)
 _runs = itertools.count()
+_last: list[object] = []  # the process group of the run before, see `disband`
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
     if world == 1:
         yield
         return
+    disband()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store, rank = _rendezvous()
@@ -37,12 +39,12 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
     _meet(store, "arrived", world)
     dist.init_process_group(backend, timeout=PATIENCE, store=store, rank=rank, world_size=world)
     group = dist.group.WORLD
+    _last.append(group)
     _meet(store, "connected", world)  # who leaves sooner keeps others waiting for a connection
     try:
         yield
     except KeyboardInterrupt:
-        # Kept for ever: gloo ends its threads where its last reference goes. In the garbage collector, with Python's
-        # lock in hand, it would wait for a thread that waits for that lock (torch 2.13).
+        # Kept for ever: gloo waits for its threads where it ends, and one of them may wait for another process.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         raise
     except BaseException as error:
@@ -54,6 +56,15 @@ def joined(device: torch.device, world: int) -> Iterator[None]:
         raise RuntimeError(f"another process failed: {first}") from error
     finally:
         dist.destroy_process_group()
+
+
+def disband() -> None:
+    """Let the last run's connections end: the others hear of it. Call it where nothing of that run is left.
+
+    gloo waits for its threads where its last reference goes, and they may wait for Python's lock to let go of a tensor.
+    Python's own reference gives up that lock first; were it a DDP model's, both would wait for ever (torch 2.13).
+    """
+    _last.clear()
 
 
 def _meet(store: Store, where: str, world: int) -> None:
