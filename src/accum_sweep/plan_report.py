@@ -9,14 +9,25 @@ from typing import Any
 
 from accum_sweep.device import HEADROOM
 from accum_sweep.errors import UserError
+from accum_sweep.ledger import Kind
 from accum_sweep.plan import PHASES, Plan, Row
 from accum_sweep.record import write_atomically
-from accum_sweep.units import show_bytes
+from accum_sweep.units import UNITS, show_bytes
 
 UNSEEN = {
     "cuda": "kernels' workspaces, fragments left by other tensors, and CUDA's own context",
     "cpu": "kernels that run on more than 128 MiB, and the C library's fragments",
     "mps": "kernels' workspaces and what the allocator reserves",
+}
+
+# By Okabe and Ito: told apart by those who see few colours, and in print.
+COLOURS: dict[Kind, str] = {
+    "parameters": "#0072B2",
+    "gradients": "#E69F00",
+    "optimizer": "#009E73",
+    "activations": "#56B4E9",
+    "data": "#F0E442",
+    "temporaries": "#999999",
 }
 
 
@@ -104,17 +115,39 @@ def draw(plan: Plan, path: Path | None) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    needed = [row.needed_bytes for row in plan.rows]
+    usable = plan.usable_bytes
+    # What is far beyond the budget is cut, or what fits could not be seen.
+    top = 1.1 * max(needed) if usable is None else min(1.1 * max(needed), max(2.5 * usable, 1.1 * min(needed)))
+    unit = show_bytes(top).split()[1]
+    scale = UNITS[unit]
     labels = [f"{row.accum_steps} × {row.micro_batch_size}" for row in plan.rows]
     below = [0.0] * len(labels)
-    for kind in plan.rows[0].prediction.parts:
-        heights = [row.prediction.parts[kind] / 2**30 for row in plan.rows]
-        axes.bar(labels, heights, bottom=below, label=kind)
+    for kind, colour in COLOURS.items():
+        heights = [row.prediction.parts[kind] / scale for row in plan.rows]
+        axes.bar(labels, heights, bottom=below, label=kind, color=colour)
         below = [low + height for low, height in zip(below, heights, strict=True)]
-    if plan.budget_bytes is not None and plan.usable_bytes is not None:
-        axes.axhline(plan.usable_bytes / 2**30, color="black", linewidth=1, label="budget, less head-room")
+    if plan.rows[0].prediction.peak_reserved_bytes is not None:
+        reserved = [size / scale for size in needed]
+        axes.bar(labels, reserved, label="reserved by the allocator", fill=False, edgecolor="black", linestyle=":")
+    for place, size in enumerate(needed):
+        words, height = (show_bytes(size), size) if size <= top else (f"{show_bytes(size)} ↑", 0.94 * top)
+        axes.annotate(
+            words,
+            (place, height / scale),
+            (0, 2),  # points above
+            textcoords="offset points",
+            ha="center",
+            fontsize=7,
+            bbox={"color": "white", "pad": 0.5} if size > top else None,
+        )
+    if usable is not None and plan.budget_bytes is not None:
+        line = f"{show_bytes(plan.budget_bytes)}, {HEADROOM:.0%} left free"
+        axes.axhline(usable / scale, color="black", linewidth=1, label=line)
+    axes.set_ylim(0, top / scale)
     axes.set_xlabel("accum_steps × micro_batch_size")
-    axes.set_ylabel("predicted peak, GiB")
-    axes.legend()
+    axes.set_ylabel(f"predicted peak, {unit}")
+    axes.legend(fontsize=8)
     if path is None:
         figure.savefig(sys.stdout.buffer, format="png", dpi=150)
         return
