@@ -88,13 +88,12 @@ SEVEN_B = (
     "device=cuda memory_budget=200GiB"
 ).split()
 MEASURED_PLAN = """
-import resource, sys
+import sys
+from pathlib import Path
 from accum_sweep.__main__ import main
-sys.argv[1:1] = ["plan"]
-try:
-    sys.exit(main())
-finally:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+code = main(["plan", *sys.argv[1:]])
+print(*Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[:1], file=sys.stderr)  # resident at most
+sys.exit(code)
 """
 ADAMW = "optimizer=adamw accum_steps=2"
 MODELS = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 from typing import Any
 
 import pytest
@@ -203,3 +204,14 @@ def test_a_run_records_who_holds_its_peak_and_what_was_predicted(
     assert record.peak_phase == "backward"
     assert metrics["predicted_allocated_bytes"] == metrics["peak_allocated_bytes"]
     assert metrics["prediction_error"] == 0
+
+
+def test_measuring_costs_a_tiny_run_no_more_than_20_milliseconds() -> None:
+    config = check(compose(["problem=linear"]))
+    problem = config.problem.build(torch.float32)
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        short_pass.measure(config, problem, CPU)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.02  # of ten, as other work goes on beside the tests
