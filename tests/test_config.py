@@ -240,9 +240,9 @@ def test_several_processes_share_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes() == (2, 2, 8), "the four mini-batches of the textbook are two for each"
 
 
-@pytest.mark.parametrize("key", ["fused_linear", "step_in_backward"])
-def test_several_processes_wait_for_each_gradient(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
-    words = (DIGITS, "accum_steps=1", f"{key}=true")
+@pytest.mark.parametrize("word", ["fused_linear=true", "step_in_backward=true", "sweep.resume=latest"])
+def test_several_processes_are_refused_what_one_can_do(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    words, key = (DIGITS, "accum_steps=1", word), word.partition("=")[0]
     assert checked(*words)
     two_processes(monkeypatch)
     with pytest.raises(ConfigError) as caught:

@@ -109,7 +109,11 @@ class CheckFirst(Callback):
 
         try:
             _check_hydra(config)
-            open_tracker(check(as_dict(config)).tracking)
+            checked = check(as_dict(config))
+            if checked.sweep.resume is not None:
+                rule = "continues a multirun, and this is a single run"
+                raise ConfigError([Fault("sweep.resume", checked.sweep.resume, rule, "add -m")])
+            open_tracker(checked.tracking)
             if (Path(config.hydra.run.dir) / RECORD_FILE).exists():
                 fault = Fault("hydra.run.dir", config.hydra.run.dir, "holds a run already", "choose another")
                 raise ConfigError([fault])

@@ -50,7 +50,7 @@ STAND_INS: dict[str, Any] = {
     "equivalence": "off",
     "save_weights": False,
     "tracking": {"backend": "none", "uri": None, "experiment": "none"},
-    "sweep": {"on_failure": "continue", "prune": True},
+    "sweep": {"on_failure": "continue", "max_failures": None, "prune": True, "resume": None, "extend": False},
 }
 
 

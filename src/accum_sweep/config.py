@@ -34,6 +34,7 @@ def _bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(_bytes)]
+Name = Annotated[str, BeforeValidator(lambda value: str(_no_bool(value)) if isinstance(value, int) else value)]
 SIZE_RULE = f"must be a size with its unit ({', '.join(UNITS)}), or null"
 
 
@@ -77,7 +78,10 @@ class SweepOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue")
+    max_failures: Whole | None = _setting("must be a whole number, 1 or more, or null", 10, ge=1, le=LARGEST)
     prune: bool = _setting("must be true or false", "false")
+    resume: Name | None = _setting("must be latest or the id of a sweep", "latest")
+    extend: bool = _setting("must be true or false", "true")
 
 
 class Auto(BaseModel):

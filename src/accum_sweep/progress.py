@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 class Progress:
     """Counts the runs of a sweep and says so on standard error. Silent where INFO messages are off.
 
+    `failed` is how many were neither finished nor skipped.
+
     `serial` says that runs end one after the other, as they are counted: only then is there a time left to tell.
     """
 
@@ -20,7 +22,7 @@ class Progress:
         self._total = total
         self._serial = serial
         self._done = 0
-        self._failed = 0
+        self.failed = 0
         self._skipped = 0
         self._start = time.monotonic()
         self._live = sys.stderr.isatty() and log.isEnabledFor(logging.INFO)
@@ -35,7 +37,7 @@ class Progress:
         self._done += 1
         skipped = record is not None and record.status == "skipped"
         self._skipped += skipped
-        self._failed += not skipped and (record is None or record.status != "finished")
+        self.failed += not skipped and (record is None or record.status != "finished")
         if self._live:
             self._renew(f"{self._state()}  {name}")
         elif record is None:
@@ -52,7 +54,7 @@ class Progress:
             self._renew("")
 
     def _state(self) -> str:
-        failed = f", {self._failed} failed" if self._failed else ""
+        failed = f", {self.failed} failed" if self.failed else ""
         skipped = f", {self._skipped} skipped" if self._skipped else ""
         left = ""
         if self._serial and 0 < self._done < self._total:

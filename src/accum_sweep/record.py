@@ -86,7 +86,13 @@ class SweepRecord:
     parent_run_id: str | None = None  # the MLflow run that the sweep's runs hang under
     ended_at: str | None = None
     skipped: dict[int, str] = field(default_factory=dict)  # why, by number: jobs that are not to be run
+    keys: list[str] = field(default_factory=list)  # by number; a job that is run again has a number of its own
     version: int = VERSION
+
+    @property
+    def size(self) -> int:
+        """How many runs it is to have."""
+        return len(set(self.keys)) or len(self.jobs)
 
 
 def write(entry: Record | SweepRecord, folder: Path) -> Path:
@@ -154,9 +160,15 @@ def sweeps(runs_folder: Path) -> list[tuple[Path, SweepRecord]]:
 
 
 def records(folder: Path) -> Iterator[Record]:
-    """Yield the records in `folder` and below, by sweep and job number."""
+    """Yield the records in `folder` and below, by sweep and job number; of a job that was run again, the last."""
     found = [record for path in folder.rglob(RECORD_FILE) if (record := read(path.parent)) is not None]
-    yield from sorted(found, key=lambda record: (record.sweep_id or record.run_id, record.job_num or 0))
+    found.sort(key=lambda record: (record.sweep_id or record.run_id, record.job_num or 0))
+    keys = {sweep.sweep_id: sweep.keys for _, sweep in sweeps(folder)}
+    last: dict[object, Record] = {}
+    for record in found:
+        number, own = record.job_num, keys.get(record.sweep_id or "", [])
+        last[(record.sweep_id, own[number]) if number is not None and number < len(own) else record.run_id] = record
+    yield from last.values()
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,29 +1,27 @@
 """One multirun: every combination checked before the first starts, each a job of Hydra's launcher, a table at the end.
 
-The only file that knows Hydra's sweep machinery. What a sweep is stands in `sweep.json` in its folder, written before
+The only file that knows Hydra's launchers. What a sweep is stands in `sweep.json` in its folder, written before
 the first job; jobs find themselves in it by their number.
 """
 
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict, read_write
 
-from accum_sweep import report, summary
-from accum_sweep.check import check
-from accum_sweep.compose import COMPOSITION_ERRORS, as_dict, explain
-from accum_sweep.config import Config
+from accum_sweep import report, resume, summary
+from accum_sweep.config import SweepOptions
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
+from accum_sweep.jobs import Job, combine
+from accum_sweep.lock import held
 from accum_sweep.progress import Progress
 from accum_sweep.prune import needs_as_much
 from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write
@@ -33,15 +31,7 @@ from accum_sweep.tracking import Tracker, open_tracker, tolerated
 log = logging.getLogger(__name__)
 
 TABLE_FILE = "summary.csv"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One combination: what Hydra is told, and what differs from the others."""
-
-    overrides: list[str]
-    name: str
-    config: Config
+LOCK_FILE = ".lock"
 
 
 def sweep(
@@ -51,17 +41,49 @@ def sweep(
 
     Raises UserError before anything is written where a combination is wrong, RunsFailed at the end where runs failed.
     """
-    jobs = _jobs([*params, *arguments], config, context)
-    folder = Path(config.hydra.sweep.dir)
+    jobs = combine([*params, *arguments], config, context)
+    folder, plan = Path(config.hydra.sweep.dir), None
+    options = jobs[0].config.sweep
+    if options.resume is not None:
+        folder, plan = resume.find(options.resume, folder)
+        _move(config, folder)
     serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
-    _check_sweep(jobs, folder, serial)
+    _check_sweep(jobs, folder, serial, fresh=plan is None)
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     tracker = open_tracker(jobs[0].config.tracking)
-    created = datetime.now(UTC).isoformat()
-    names = [job.name for job in jobs]
-    swept = " ".join(text for text in [*params, *arguments] if text not in jobs[0].overrides) or names[0]
-    plan = SweepRecord(folder.name, created, list(arguments), [job.overrides for job in jobs], names, swept)
     folder.mkdir(parents=True, exist_ok=True)
+    with held(folder / LOCK_FILE) as ours:
+        if not ours:
+            raise UserError(f"sweep.resume: another process is at work on {folder}; wait for it, or end it")
+        if plan is None:
+            plan = _plan(folder, arguments, params, jobs)
+        else:
+            jobs, plan = _resumed(plan, folder, jobs, options.extend)
+        _run(jobs, launcher, serial, plan, folder, tracker)
+
+
+def _plan(folder: Path, arguments: Sequence[str], params: Sequence[str], jobs: Sequence[Job]) -> SweepRecord:
+    """Return what a new sweep is, of which no job has a number yet."""
+    swept = " ".join(text for text in [*params, *arguments] if text not in jobs[0].overrides) or jobs[0].name
+    created = datetime.now(UTC).isoformat()
+    return SweepRecord(folder.name, created, list(arguments), [], [], swept)
+
+
+def _resumed(plan: SweepRecord, folder: Path, jobs: list[Job], extend: bool) -> tuple[list[Job], SweepRecord]:
+    """Return the jobs that are left of a sweep, and the sweep as it was read again under the lock."""
+    plan = read_sweep(folder) or plan
+    left = resume.left(plan, folder, jobs, extend)
+    done = len(jobs) - len(left)
+    log.info("sweep %s: %s of %s runs have their result, %s to go", plan.sweep_id, done, len(jobs), len(left))
+    return left, plan
+
+
+def _run(
+    jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path, tracker: Tracker | None
+) -> None:
+    """Run the jobs under the numbers that follow those of the sweep, and close it, whatever ends it."""
+    first = len(plan.jobs)
+    plan = resume.with_more(plan, jobs)
     write(plan, folder)
     if tracker is not None:
         with tolerated(f"sweep {plan.sweep_id}"):
@@ -69,7 +91,7 @@ def sweep(
             write(plan, folder)
     # Whatever ends it, what there is, is closed and shown.
     try:
-        _launch(jobs, launcher, serial, plan, folder)
+        _launch(jobs, launcher, serial, plan, folder, first)
     except KeyboardInterrupt:
         _finish(plan, folder, tracker, "interrupted")
         raise
@@ -79,90 +101,83 @@ def sweep(
         raise RunsFailed("the launcher failed before all runs were done") from None
     unfinished = _finish(plan, folder, tracker, None)
     if unfinished:
-        raise RunsFailed(f"{unfinished} of {len(jobs)} runs did not finish")
+        raise RunsFailed(f"{unfinished} of {plan.size} runs did not finish")
 
 
-def _jobs(texts: Sequence[str], config: DictConfig, context: HydraContext) -> list[Job]:
-    """Return every combination, composed and checked; raise one ConfigError for all faults."""
-    overrides = OverridesParser.create(config_loader=context.config_loader).parse_overrides(list(texts))
-    combinations = _combinations(overrides)
-    if not combinations:
-        raise UserError(f"{' '.join(texts)}: the sweep is empty; give every key at least one value")
-    varies = {text for combination in combinations for text in combination if any(text not in c for c in combinations)}
-    jobs: list[Job] = []
-    faults: list[Fault] = []
-    for combination in combinations:
-        name = " ".join(text for text in combination if text in varies) or " ".join(combination)
-        try:
-            checked = check(as_dict(context.config_loader.load_sweep_config(config, combination)))
-        except COMPOSITION_ERRORS as error:
-            own = [source.path for source in config.hydra.runtime.config_sources if source.provider == "command-line"]
-            raise explain(error, combination, *own) from error
-        except ConfigError as error:
-            faults += error.faults
-        else:
-            jobs.append(Job(combination, name or checked.problem.name, checked))
-    if faults:
-        raise ConfigError(faults)
-    return jobs
+def _move(config: DictConfig, folder: Path) -> None:
+    """Let Hydra's launchers put the jobs into this folder; they compose each job's configuration anew."""
+    with read_write(config), open_dict(config):
+        config.hydra.sweep.dir = str(folder)
+        kept = [text for text in config.hydra.overrides.hydra if not text.startswith("hydra.sweep.dir=")]
+        config.hydra.overrides.hydra = [*kept, f"hydra.sweep.dir={_quoted(folder)}"]
 
 
-def _combinations(overrides: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job, in Hydra's own order: the last key turns fastest."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-
-    for override in overrides:
-        if override.is_sweep_override() and not override.is_discrete_sweep():
-            rule = "has no single values to sweep over"
-            raise ConfigError([Fault(override.key_or_group, override.input_line, rule, "list them: a,b,c")])
-    return BasicSweeper.split_arguments(overrides, None)[0]
+def _quoted(folder: Path) -> str:
+    text = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
 
 
-def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool) -> None:
+def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool, fresh: bool) -> None:
     """Raise ConfigError for what is wrong with the sweep as a whole."""
     faults = []
-    if read_sweep(folder) is not None:
-        faults.append(
-            Fault("hydra.sweep.dir", folder, "holds a sweep already", "choose another folder, or leave it out")
-        )
+    if fresh and read_sweep(folder) is not None:
+        remedy = "use sweep.resume=latest to continue it, or another folder"
+        faults.append(Fault("hydra.sweep.dir", folder, "holds a sweep already", remedy))
     for key in ("tracking", "sweep"):
         if len({getattr(job.config, key) for job in jobs}) > 1:
             faults.append(Fault(key, "several values", "must be the same for the whole sweep", "start two sweeps"))
-    if not serial and jobs[0].config.sweep.on_failure == "stop":
+    options, rule = jobs[0].config.sweep, "needs a launcher that runs one job after the other"
+    if not serial and options.on_failure == "stop":
         remedy = "use sweep.on_failure=continue, or hydra/launcher=basic"
-        faults.append(Fault("sweep.on_failure", "stop", "needs a launcher that runs one job after the other", remedy))
+        faults.append(Fault("sweep.on_failure", "stop", rule, remedy))
+    if not serial and options.max_failures is not None:
+        faults.append(Fault("sweep.max_failures", options.max_failures, rule, "leave it out, or hydra/launcher=basic"))
     if faults:
         raise ConfigError(faults)
 
 
-def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path) -> None:
+def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path, first: int) -> None:
     """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once.
 
-    One by one, those that cannot fit where an earlier one did not are marked in the plan, where the job finds it.
+    Their numbers begin with `first`. One by one, those that cannot fit where an earlier one did not are marked in the
+    plan, where the job finds it.
     """
     progress = Progress(len(jobs), serial)
     too_large: list[Job] = []
+    skipped = 0
     try:
         for batch in _batches(len(jobs), serial):
             if serial:
                 progress.starting(jobs[batch.start].name)
                 if blocker := _blocker(jobs[batch.start], too_large):
-                    plan.skipped[batch.start] = f"larger than an out-of-memory setting: {blocker.name}"
+                    plan.skipped[first + batch.start] = f"larger than an out-of-memory setting: {blocker.name}"
+                    skipped += 1
                     write(plan, folder)
-            returned = launcher.launch([jobs[number].overrides for number in batch], initial_job_idx=batch.start)
+            words = [jobs[place].overrides for place in batch]
+            returned = launcher.launch(words, initial_job_idx=first + batch.start)
             found = [_record(job_return) for job_return in returned]
             del returned  # it would keep a failed job's tensors alive
-            for number, record in zip(batch, found, strict=True):
-                progress.ended(jobs[number].name, record)
+            for place, record in zip(batch, found, strict=True):
+                progress.ended(jobs[place].name, record)
                 if record is not None and record.status == "oom":
-                    too_large.append(jobs[number])
-                if (record is None or record.status != "finished") and jobs[0].config.sweep.on_failure == "stop":
-                    log.warning("stopped after the first failure, as sweep.on_failure=stop says")
+                    too_large.append(jobs[place])
+                if serial and _enough(jobs[place].config.sweep, progress.failed):
                     return
     finally:
         progress.close()
-    if plan.skipped:
-        log.warning("%s runs were skipped; sweep.prune=false runs them all the same", len(plan.skipped))
+    if skipped:
+        log.warning("%s runs were skipped; sweep.prune=false runs them all the same", skipped)
+
+
+def _enough(options: SweepOptions, failed: int) -> bool:
+    """Tell, and say, whether so many failures end the sweep."""
+    if failed and options.on_failure == "stop":
+        log.warning("stopped after the first failure, as sweep.on_failure=stop says")
+        return True
+    if options.max_failures is not None and failed >= options.max_failures:
+        log.warning("stopped after %s failures, as sweep.max_failures says", failed)
+        return True
+    return False
 
 
 def _blocker(job: Job, too_large: Sequence[Job]) -> Job | None:
@@ -193,7 +208,7 @@ def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short:
     plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
     write(plan, folder)
     records = [record for record in read_all(folder) if record.sweep_id == plan.sweep_id]
-    unfinished = len(plan.jobs) - sum(record.status == "finished" for record in records)
+    unfinished = plan.size - sum(record.status == "finished" for record in records)
     frame = summary.to_frame(records)
     tables = summary.compare(frame)
     report.write_csv(frame, folder / TABLE_FILE)
@@ -202,7 +217,7 @@ def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short:
         status: Status = cut_short or ("failed" if unfinished else "finished")
         with tolerated(f"sweep {plan.sweep_id}"):
             note = report.markdown(tables)
-            counts = {"runs": len(plan.jobs), "runs_finished": len(plan.jobs) - unfinished}
+            counts = {"runs": plan.size, "runs_finished": plan.size - unfinished}
             tracker.end_sweep(plan, status, note, counts, folder / TABLE_FILE)
             look = tracker.how_to_look(plan.parent_run_id)
     print(report.text(tables))

@@ -50,7 +50,10 @@ class Tracker:
         self._from_environment = from_environment
 
     def start_sweep(self, sweep: SweepRecord) -> str:
-        """Create the parent run of a sweep and return its MLflow run id."""
+        """Create the parent run of a sweep, or open it again, and return its MLflow run id."""
+        if sweep.parent_run_id is not None:
+            self._client.update_run(sweep.parent_run_id, "RUNNING")
+            return sweep.parent_run_id
         tags = {
             "accum_sweep.sweep_id": sweep.sweep_id,
             "mlflow.source.name": _cut(shlex.join(["python", "-m", "accum_sweep", "-m", *sweep.overrides])),

@@ -114,7 +114,7 @@ def _list(folder: Path) -> None:
 
 def _state(sweep: SweepRecord, runs: Sequence[Record]) -> str:
     finished = sum(record.status == "finished" for record in runs)
-    return f"{finished}/{len(sweep.jobs)} finished"
+    return f"{finished}/{sweep.size} finished"
 
 
 def _choose(which: str, folder: Path) -> list[Record]:
