@@ -111,7 +111,7 @@ def test_after_kill_9_every_run_is_finished_once(cli: Cli, tmp_path: Path, momen
         (["-m", "lr=0.1,0.2,0.3", RESUME], ["also lr=0.3", "sweep.extend=true"]),
         (["-m", "lr=0.1,0.2", "steps=3", RESUME, "sweep.extend=true"], ["steps=3 instead of 1"]),
         (["-m", "lr=0.1,0.2", "sweep.resume=19700101"], ["sweep.resume=19700101: is no sweep in", "summary --list"]),
-        (["lr=0.1", RESUME], ["sweep.resume=latest: continues a multirun", "-m"]),
+        (["lr=0.1", RESUME], ["sweep.resume=latest: is for a multirun", "add -m"]),
     ],
 )
 def test_another_sweep_is_refused_with_what_differs(

@@ -110,9 +110,9 @@ class CheckFirst(Callback):
         try:
             _check_hydra(config)
             checked = check(as_dict(config))
-            if checked.sweep.resume is not None:
-                rule = "continues a multirun, and this is a single run"
-                raise ConfigError([Fault("sweep.resume", checked.sweep.resume, rule, "add -m")])
+            for key, value in (("resume", checked.sweep.resume), ("dry_run", checked.sweep.dry_run)):
+                if value:
+                    raise ConfigError([Fault(f"sweep.{key}", value, "is for a multirun, and this is none", "add -m")])
             open_tracker(checked.tracking)
             if (Path(config.hydra.run.dir) / RECORD_FILE).exists():
                 fault = Fault("hydra.run.dir", config.hydra.run.dir, "holds a run already", "choose another")

@@ -50,7 +50,11 @@ STAND_INS: dict[str, Any] = {
     "equivalence": "off",
     "save_weights": False,
     "tracking": {"backend": "none", "uri": None, "experiment": "none"},
-    "sweep": {"on_failure": "continue", "max_failures": None, "prune": True, "resume": None, "extend": False},
+    "sweep": {
+        **dict.fromkeys(("prune", "extend", "dry_run"), False),
+        **dict.fromkeys(("resume", "max_failures")),
+        "on_failure": "continue",
+    },
 }
 
 

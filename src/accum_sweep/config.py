@@ -82,6 +82,7 @@ class SweepOptions(BaseModel):
     prune: bool = _setting("must be true or false", "false")
     resume: Name | None = _setting("must be latest or the id of a sweep", "latest")
     extend: bool = _setting("must be true or false", "true")
+    dry_run: bool = _setting("must be true or false", "true")
 
 
 class Auto(BaseModel):

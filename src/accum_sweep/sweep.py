@@ -17,7 +17,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
-from accum_sweep import report, resume, summary
+from accum_sweep import dry_run, report, resume, summary
 from accum_sweep.config import SweepOptions
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
 from accum_sweep.jobs import Job, combine
@@ -49,6 +49,10 @@ def sweep(
         _move(config, folder)
     serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
     _check_sweep(jobs, folder, serial, fresh=plan is None)
+    if options.dry_run:
+        to_go = jobs if plan is None else resume.left(plan, folder, jobs, options.extend)
+        print(dry_run.text(jobs, to_go, folder.parent))
+        return
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     tracker = open_tracker(jobs[0].config.tracking)
     folder.mkdir(parents=True, exist_ok=True)
