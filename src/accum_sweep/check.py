@@ -52,7 +52,8 @@ STAND_INS: dict[str, Any] = {
     "tracking": {"backend": "none", "uri": None, "experiment": "none"},
     "sweep": {
         **dict.fromkeys(("prune", "extend", "dry_run"), False),
-        **dict.fromkeys(("resume", "max_failures")),
+        **dict.fromkeys(("resume", "max_failures", "pairs", "where", "subset")),
+        "subset_seed": 0,
         "on_failure": "continue",
     },
 }

@@ -83,6 +83,12 @@ class SweepOptions(BaseModel):
     resume: Name | None = _setting("must be latest or the id of a sweep", "latest")
     extend: bool = _setting("must be true or false", "true")
     dry_run: bool = _setting("must be true or false", "true")
+    pairs: list[dict[str, Any]] | None = _setting(
+        "must be a list of settings that go together", "[{lr:0.1,accum_steps:1},{lr:0.2,accum_steps:4}]", min_length=1
+    )
+    where: str | None = _setting("must be a condition on settings", "'lr * accum_steps < 1'")
+    subset: Whole | None = _setting("must be a whole number, 1 or more, or null", 20, ge=1, le=LARGEST)
+    subset_seed: Whole = _setting("must be a whole number, 0 or more", 0, ge=0, le=LARGEST)
 
 
 class Auto(BaseModel):

@@ -68,7 +68,10 @@ def sweep(
 
 def _plan(folder: Path, arguments: Sequence[str], params: Sequence[str], jobs: Sequence[Job]) -> SweepRecord:
     """Return what a new sweep is, of which no job has a number yet."""
-    swept = " ".join(text for text in [*params, *arguments] if text not in jobs[0].overrides) or jobs[0].name
+    pairs = ["sweep.pairs"] if jobs[0].config.sweep.pairs else []
+    swept = (
+        " ".join([*pairs, *(text for text in [*params, *arguments] if text not in jobs[0].overrides)]) or jobs[0].name
+    )
     created = datetime.now(UTC).isoformat()
     return SweepRecord(folder.name, created, list(arguments), [], [], swept)
 
@@ -128,7 +131,7 @@ def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool, fresh: bool) -
         remedy = "use sweep.resume=latest to continue it, or another folder"
         faults.append(Fault("hydra.sweep.dir", folder, "holds a sweep already", remedy))
     for key in ("tracking", "sweep"):
-        if len({getattr(job.config, key) for job in jobs}) > 1:
+        if len({getattr(job.config, key).model_dump_json() for job in jobs}) > 1:
             faults.append(Fault(key, "several values", "must be the same for the whole sweep", "start two sweeps"))
     options, rule = jobs[0].config.sweep, "needs a launcher that runs one job after the other"
     if not serial and options.on_failure == "stop":
