@@ -61,9 +61,11 @@ def test_tab_completion_knows_groups_and_keys(tmp_path: Path) -> None:
     assert "complete" in installed
 
 
-def test_a_reader_that_stops_early_is_no_error(cli: Cli, tmp_path: Path) -> None:
-    assert cli("-m", "accum_steps=1,2", "tracking=none").returncode == 0
-    command = f"{sys.executable} -m accum_sweep summary all --csv - | true"
+@pytest.mark.parametrize("words", ["summary all --csv -", "--help", "--cfg job", "-m seed=0,1 sweep.dry_run=true"])
+def test_a_reader_that_stops_early_is_no_error(cli: Cli, tmp_path: Path, words: str) -> None:
+    if "summary" in words:
+        assert cli("-m", "accum_steps=1,2", "tracking=none").returncode == 0
+    command = f"{sys.executable} -m accum_sweep {words} | true"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr == ""
 

@@ -7,6 +7,7 @@ import pytest
 from accum_sweep.record import records, sweeps
 from conftest import Cli
 
+SWEEPS = sorted(path.stem for path in (Path(__file__).parents[1] / "conf/sweep").glob("*.yaml"))
 DRY = "sweep.dry_run=true"
 PAIRS = "sweep.pairs=[{lr:0.1,accum_steps:1,optimizer:adamw},{lr:0.2,accum_steps:4,optimizer:sgd}]"
 
@@ -80,3 +81,14 @@ def test_bad_input_is_told_and_leaves_nothing(cli: Cli, tmp_path: Path, words: l
     assert done.returncode == 2, done.stdout
     assert all(word in done.stderr for word in told), done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_a_sweep_in_a_file_needs_no_m(cli: Cli, tmp_path: Path, name: str) -> None:
+    words = (f"sweep={name}", "tracking=none", "seed=0")
+    shown = cli(*words, DRY)
+    assert shown.returncode == 0, shown.stderr
+    assert not list(tmp_path.iterdir())
+    done = cli(*words, "steps=1")
+    assert done.returncode == 0, done.stderr
+    assert len(list(records(tmp_path / "runs"))) == len(shown.stdout.split("\n\n")[0].splitlines()) - 2 > 3

@@ -65,7 +65,7 @@ def _main(arguments: Sequence[str]) -> None:
         application()
     except COMPOSITION_ERRORS as error:
         raise explain(error, options.overrides, options.config_dir) from error
-    except (UserError, RunsFailed):
+    except (UserError, RunsFailed, BrokenPipeError):
         raise
     except Exception as error:
         if _interrupted(error):
