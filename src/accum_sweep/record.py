@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 RECORD_FILE = "record.json"
 SWEEP_FILE = "sweep.json"
+LOCK_FILE = ".lock"  # beside it, held by the process that is at work on the sweep
 RUNS_FOLDER = "runs"
 VERSION = 1
 
@@ -87,6 +88,7 @@ class SweepRecord:
     ended_at: str | None = None
     skipped: dict[int, str] = field(default_factory=dict)  # why, by number: jobs that are not to be run
     keys: list[str] = field(default_factory=list)  # by number; a job that is run again has a number of its own
+    tracking: dict[str, Any] = field(default_factory=dict)  # where its runs are kept beside their folders
     version: int = VERSION
 
     @property

@@ -17,21 +17,17 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict, read_write
 
-from accum_sweep import dry_run, report, resume, summary
+from accum_sweep import closing, dry_run, report, resume, sync
 from accum_sweep.config import SweepOptions
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
 from accum_sweep.jobs import Job, combine
 from accum_sweep.lock import held
 from accum_sweep.progress import Progress
 from accum_sweep.prune import needs_as_much
-from accum_sweep.record import Record, Status, SweepRecord, read, read_sweep, write
-from accum_sweep.record import records as read_all
+from accum_sweep.record import LOCK_FILE, Record, Status, SweepRecord, read, read_sweep, write
 from accum_sweep.tracking import Tracker, open_tracker, tolerated
 
 log = logging.getLogger(__name__)
-
-TABLE_FILE = "summary.csv"
-LOCK_FILE = ".lock"
 
 
 def sweep(
@@ -73,7 +69,8 @@ def _plan(folder: Path, arguments: Sequence[str], params: Sequence[str], jobs: S
         " ".join([*pairs, *(text for text in [*params, *arguments] if text not in jobs[0].overrides)]) or jobs[0].name
     )
     created = datetime.now(UTC).isoformat()
-    return SweepRecord(folder.name, created, list(arguments), [], [], swept)
+    tracking = jobs[0].config.tracking.model_dump()
+    return SweepRecord(folder.name, created, list(arguments), [], [], swept, tracking=tracking)
 
 
 def _resumed(plan: SweepRecord, folder: Path, jobs: list[Job], extend: bool) -> tuple[list[Job], SweepRecord]:
@@ -94,8 +91,11 @@ def _run(
     write(plan, folder)
     if tracker is not None:
         with tolerated(f"sweep {plan.sweep_id}"):
-            plan = replace(plan, parent_run_id=tracker.start_sweep(plan))
+            parent = tracker.start_sweep(plan)
+            plan = replace(plan, parent_run_id=parent)
             write(plan, folder)
+            if first:  # what ended it before may have ended it in the middle of a word to MLflow
+                sync.send(sync.records_below(folder), tracker, {plan.sweep_id: parent})
     # Whatever ends it, what there is, is closed and shown.
     try:
         _launch(jobs, launcher, serial, plan, folder, first)
@@ -212,20 +212,11 @@ def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short:
 
     Returns how many runs did not finish. `cut_short` is what became of a sweep that could not go through its jobs.
     """
-    plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
-    write(plan, folder)
-    records = [record for record in read_all(folder) if record.sweep_id == plan.sweep_id]
-    unfinished = plan.size - sum(record.status == "finished" for record in records)
-    frame = summary.to_frame(records)
-    tables = summary.compare(frame)
-    report.write_csv(frame, folder / TABLE_FILE)
+    plan, unfinished, tables = closing.close(plan, folder)
     look = None
     if tracker is not None and plan.parent_run_id is not None:
-        status: Status = cut_short or ("failed" if unfinished else "finished")
         with tolerated(f"sweep {plan.sweep_id}"):
-            note = report.markdown(tables)
-            counts = {"runs": plan.size, "runs_finished": plan.size - unfinished}
-            tracker.end_sweep(plan, status, note, counts, folder / TABLE_FILE)
+            closing.tell(plan, folder, tracker, unfinished, report.markdown(tables), cut_short)
             look = tracker.how_to_look(plan.parent_run_id)
     print(report.text(tables))
     log.info("%s", "\n".join(filter(None, [f"records: {os.path.relpath(folder)}", look])))

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 # All others: FAILED. MLflow has no word for what was never begun.
 ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "skipped": "KILLED"}
+RUNS_AT_ONCE = 1000
 METRICS_AT_ONCE = 1000  # that is what MLflow takes
 PARAMS_AT_ONCE = 100
 LONGEST_VALUE = 6000  # characters of a parameter or tag; MLflow cuts the rest off without a word
@@ -75,11 +76,14 @@ class Tracker:
             self._client.log_batch(run_id, metrics=metrics)
             self._client.log_artifact(run_id, str(table))
 
-    def log_run(self, record: Record, folder: Path, parent_run_id: str | None = None) -> str:
-        """Copy a record, and every file of its folder, into a run of its own; return the MLflow run id."""
+    def log_run(self, record: Record, folder: Path, parent_run_id: str | None = None, run_id: str | None = None) -> str:
+        """Copy a record, and every file of its folder, into a run of its own; return the MLflow run id.
+
+        `run_id` is that of a run which was begun and not ended: what it has already, it takes once more as the same.
+        """
         from mlflow.entities import Param
 
-        run_id = self._create_run(record.name, _tags(record, parent_run_id), record.started_at)
+        run_id = run_id or self._create_run(record.name, _tags(record, parent_run_id), record.started_at)
         with self._ending(run_id, record.status, record.ended_at):
             params = [Param(key, _cut(_as_text(value))) for key, value in flatten(record.config).items()]
             metrics = list(_metrics(record))
@@ -89,6 +93,21 @@ class Tracker:
                 self._client.log_batch(run_id, metrics=metrics[start : start + METRICS_AT_ONCE])
             self._client.log_artifacts(run_id, str(folder))
         return run_id
+
+    def known(self) -> dict[str, tuple[str, bool]]:
+        """Return, by run id and by sweep id of ours, the MLflow run id and whether it has ended."""
+        found: dict[str, tuple[str, bool]] = {}
+        token = None
+        while True:
+            page = self._client.search_runs([self._experiment_id], max_results=RUNS_AT_ONCE, page_token=token)
+            for run in page:
+                tags = run.data.tags
+                own = tags.get("accum_sweep.run_id") or tags.get("accum_sweep.sweep_id")
+                if own is not None:
+                    found[own] = (run.info.run_id, run.info.status != "RUNNING")
+            token = page.token
+            if not token:
+                return found
 
     def how_to_look(self, run_id: str) -> str:
         """Return the command and the address that lead to a run's page."""

@@ -100,7 +100,24 @@ def plan(arguments: Sequence[str]) -> None:
         raise ConfigError([Fault("memory_budget", show_bytes(config.memory_budget), rule, made.answer)])
 
 
-VERBS: dict[str, Callable[[Sequence[str]], None]] = {"summary": summary, "plan": plan}
+def sync(arguments: Sequence[str]) -> None:
+    """Send to MLflow what it is missing of the records on disk."""
+    parser = argparse.ArgumentParser(
+        prog="python -m accum_sweep sync",
+        description="Send to MLflow the runs that it is missing, each once, however often this is called, and end what "
+        "a killed process has left running there. Each run goes to the store it was made for.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--runs", metavar="FOLDER", default=RUNS_FOLDER, help=f"where the records are (default {RUNS_FOLDER})"
+    )
+    options = parser.parse_args(arguments)
+    from accum_sweep.sync import sync as send
+
+    print(send(Path(options.runs)))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {"summary": summary, "plan": plan, "sync": sync}
 
 
 def _list(folder: Path) -> None:

@@ -1,0 +1,29 @@
+"""The end of a sweep: its record closed, its table written, its parent run in MLflow ended."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from accum_sweep import report, summary
+from accum_sweep.record import Status, SweepRecord, records, write
+from accum_sweep.tracking import Tracker
+
+TABLE_FILE = "summary.csv"
+
+
+def close(plan: SweepRecord, folder: Path) -> tuple[SweepRecord, int, list[summary.Comparison]]:
+    """Close the record of a sweep and write its table; return it, how many runs did not finish, and the tables."""
+    plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
+    write(plan, folder)
+    own = [record for record in records(folder) if record.sweep_id == plan.sweep_id]
+    unfinished = plan.size - sum(record.status == "finished" for record in own)
+    frame = summary.to_frame(own)
+    report.write_csv(frame, folder / TABLE_FILE)
+    return plan, unfinished, summary.compare(frame)
+
+
+def tell(plan: SweepRecord, folder: Path, tracker: Tracker, unfinished: int, note: str, cut: Status | None) -> None:
+    """End the sweep's parent run, described by `note`; `cut` is what became of one that did not go through its jobs."""
+    status: Status = cut or ("failed" if unfinished else "finished")
+    counts = {"runs": plan.size, "runs_finished": plan.size - unfinished}
+    tracker.end_sweep(plan, status, note, counts, folder / TABLE_FILE)
