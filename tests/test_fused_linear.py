@@ -298,3 +298,15 @@ def test_a_model_without_linear_layers_is_told(tmp_path: Path) -> None:
 def no_linear(dtype: torch.dtype) -> Problem:
     x = torch.rand(8, 1, 4, dtype=dtype)
     return Problem(nn.Conv1d(1, 1, 2).to(dtype), (x,), lambda model, batch: squares(model, batch[0]))
+
+
+def test_a_hook_that_comes_after_fusing_sees_each_micro_batch_s_gradient() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    fuse_linears(model)
+    seen: list[Tensor] = []
+    model[0].weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[[4.0] * 3] * 2] * 2
+    assert model[0].weight.grad is not None
+    assert model[0].weight.grad.tolist() == [[8.0] * 3] * 2

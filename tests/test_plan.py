@@ -197,3 +197,43 @@ def test_help_and_bad_settings_load_no_torch(cli: Cli) -> None:
     started = time.monotonic()
     assert "memory_budget" in cli("plan", "--help").stdout
     assert time.monotonic() - started < 5
+
+
+def test_the_budget_it_asks_for_is_enough(cli: Cli) -> None:
+    words = ("plan", "problem=char_gpt", f"{TEXT}", "effective_batch_size=64", "optimizer=adamw", "device=cuda")
+    words = tuple(word for text in words for word in text.split())
+    refused = cli(*words, "memory_budget=1KiB")
+    assert refused.returncode == 2
+    asked = refused.stderr.rpartition("that takes a budget of ")[2].split()
+    assert cli(*words, f"memory_budget={''.join(asked[:2])}").returncode == 0
+
+
+def test_a_step_in_backward_has_one_split(cli: Cli) -> None:
+    done = cli("plan", *MLP, "step_in_backward=true", "--csv", "-")
+    assert done.returncode == 0, done.stderr
+    assert [row["accum_steps"] for row in csv.DictReader(io.StringIO(done.stdout))] == ["1"]
+
+
+def test_a_limit_is_a_budget(cli: Cli) -> None:
+    assert "fits 100 KiB with 10% left free" in cli("plan", *MLP, "device=cpu", "memory_limit=100KiB").stdout
+
+
+def test_what_cannot_go_without_content_is_told(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "picky.py").write_text(
+        "import torch\n"
+        "from accum_sweep.problems import Problem\n"
+        "def make(dtype):\n"
+        "    loss = lambda model, batch: (batch[0][batch[0] > 0].sum() * model(batch[0]).sum(), len(batch[0]))\n"
+        "    return Problem(torch.nn.Linear(2, 1).to(dtype), (torch.ones(8, 2, dtype=dtype),), loss)\n"
+    )
+    words = ("problem=custom", "problem.factory=picky:make", "problem.samples=8", "effective_batch_size=4")
+    done = cli("plan", *words, PYTHONPATH=".")
+    assert done.returncode == 2
+    assert "problem=custom: cannot be followed without content" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_several_processes_are_not_planned(cli: Cli) -> None:
+    several = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    done = cli("plan", *MLP, **several)
+    assert (done.returncode, "plan: several processes are not predicted" in done.stderr) == (2, True)

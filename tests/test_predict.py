@@ -215,3 +215,23 @@ def test_measuring_costs_a_tiny_run_no_more_than_20_milliseconds() -> None:
         short_pass.measure(config, problem, CPU)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.02  # of ten, as other work goes on beside the tests
+
+
+def test_only_weights_that_are_trained_have_a_gradient_in_what_is_always_there() -> None:
+    config = check(compose(["problem=digits_mlp", "effective_batch_size=16", "accum_steps=2", "optimizer=sgd"]))
+    problem = config.problem.build(torch.float32)
+    weights = sum(parameter.nbytes for parameter in problem.model.parameters())
+    assert short_pass.measure(config, problem, CPU).fixed_bytes == 2 * weights
+    frozen = next(problem.model.parameters()).requires_grad_(False)
+    assert short_pass.measure(config, problem, CPU).fixed_bytes == 2 * weights - frozen.nbytes
+
+
+def test_of_a_schedule_only_what_the_training_reaches_counts() -> None:
+    def peak(*words: str) -> int | None:
+        config = check(compose(["problem=digits_mlp", "micro_batch_size=4", *words]))
+        return short_pass.measure(config, config.problem.build(torch.float32), CPU).peak.allocated_bytes
+
+    for steps in (1, 3):
+        never = peak("accum_schedule={0:1,1000:4}", f"steps={steps}")
+        assert never == peak("accum_schedule={0:1}", f"steps={steps}")
+        assert never != peak("accum_schedule={0:1,2:4}", "steps=3")

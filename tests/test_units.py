@@ -51,3 +51,8 @@ def test_what_is_no_size_says_why(text: object, why: str) -> None:
 )
 def test_a_size_is_shown_in_the_unit_it_fills(size: int, text: str) -> None:
     assert show_bytes(size) == text
+
+
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1025, 4659609, 4660000, 2**30 - 1, 10**12 + 7, 2**50 + 1])
+def test_rounded_up_is_never_less(size: int) -> None:
+    assert size <= parse_bytes(show_bytes(size, up=True)) <= 1.002 * size

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from accum_sweep.units import show_bytes
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 NEAR = 0.95  # of the best speed: as fast, for auto.objective=fastest
 TRIED = 4  # numbers of micro-batches that are timed at most
 
@@ -68,7 +69,7 @@ def decide(config: Config, device: torch.device, prediction: Prediction | None =
         choice = choose.fewest_micro_batches(prober.predicted, prober.probe, budget, sizes)
     except NothingFits as nothing:
         found["probes"] = _plain(nothing.probes)
-        raise DoesNotFit(_least(config, budget, said, nothing.probes, prober.measured), found) from None
+        raise DoesNotFit(_least(config, budget, said, nothing.probes, prober), found) from None
     if config.auto.objective == "fastest":
         choice, found["speeds"] = _fastest(choice, prober, budget, effective // config.processes)
     found |= {"why": f"{choice.why} ({said})", "probes": _plain(choice.probes)}
@@ -87,8 +88,8 @@ def _budget(config: Config, device: torch.device) -> tuple[int, str]:
         )
         raise UserError(str(fault))
     said, leave = f"free on {device}: {show_bytes(free)}", f"{HEADROOM:.0%} left as head-room"
-    if config.memory_limit is not None and config.memory_limit < free:
-        free, said = config.memory_limit, f"memory_limit={show_bytes(config.memory_limit)}"
+    if config.memory_limit is not None:  # which this process is under: it is what free_bytes tells, or more
+        said = f"left of memory_limit={show_bytes(config.memory_limit)}: {show_bytes(free)}"
     return int(free * (1 - HEADROOM)), f"{said}, {leave}"
 
 
@@ -128,14 +129,14 @@ class _Prober:
         """Return the peak; None where memory runs out, or is sure to: on the CPU that could end the process."""
         if number not in self.measured:
             least, free = self._least(number), _agreed(self._config, self._device, _free(self._device))
-            hopeless = least is not None and free is not None and least > free
+            # Elsewhere it is safe to try, and an error that is caught.
+            hopeless = self._device.type == "cpu" and least is not None and free is not None and least > free
             self.measured[number] = None if hopeless else self._measure(number)
         found = self.measured[number]
         return None if found is None else self.peak(found)
 
     def pace(self, number: int) -> float | None:
-        with self._together():
-            return samples_per_second(self._config.chosen(number), self._problem, self._device)
+        return self._unless_out_of_memory(samples_per_second, number)
 
     def peak(self, measured: Measured) -> int:
         needed = measured.peak.needed_bytes
@@ -166,12 +167,16 @@ class _Prober:
         return size
 
     def _measure(self, number: int) -> Measured | None:
+        return self._unless_out_of_memory(measure, number)
+
+    def _unless_out_of_memory(self, do: Callable[[Config, Problem, torch.device], T], number: int) -> T | None:
         try:
             with self._together():
-                return measure(self._config.chosen(number), self._problem, self._device)
+                return do(self._config.chosen(number), self._problem, self._device)
         except Exception as error:
             # Of several processes the others say what the first said.
-            if not out_of_memory(error) and "MemoryError" not in str(error):
+            limited = self._config.memory_limit is not None
+            if not out_of_memory(error, limited) and "MemoryError" not in str(error):
                 raise
         release(self._device)  # here, not in the except block: until that is left, the traceback holds the tensors
         disband()
@@ -207,19 +212,24 @@ def _fastest(choice: Choice, prober: _Prober, budget: int, most: int) -> tuple[C
     return replace(choice, accum_steps=taken["accum_steps"], why=why), speeds
 
 
-def _least(
-    config: Config, budget: int, said: str, probes: tuple[Probe, ...], measured: dict[int, Measured | None]
-) -> str:
+def _least(config: Config, budget: int, said: str, probes: tuple[Probe, ...], prober: "_Prober") -> str:
     """Say that nothing fits, what the least budget is, and what it consists of."""
     given = config.memory_budget is not None
-    key, value = ("memory_budget", show_bytes(budget)) if given else ("accum_steps", "auto")
+    key, value, remedy = "accum_steps", "auto", "free some memory"
+    if given:
+        key, value = "memory_budget", show_bytes(budget)
+    elif config.memory_limit is not None:
+        key, value, remedy = "memory_limit", show_bytes(config.memory_limit), "raise it"
     known = [probe for probe in probes if probe.peak_bytes is not None]
     needs = f"no split of effective_batch_size={config.effective_batch_size} fits"
     if not known:
-        rule = f"{needs}: memory ran out even at micro-batches of {probes[0].micro_batch_size}"
-        return str(Fault(key, value, rule, "take a smaller model, or another device"))
+        smallest = min(probes, key=lambda probe: probe.micro_batch_size)
+        expected = prober.predicted(smallest.accum_steps)
+        even = f"even micro-batches of {smallest.micro_batch_size} need more than there is"
+        rule = f"{needs}: {even}" + (f", {show_bytes(expected)} by prediction" if expected is not None else "")
+        return str(Fault(key, value, rule, f"{remedy}, or take a smaller model"))
     least = min(known, key=lambda probe: probe.peak_bytes or 0)
-    found = measured[least.accum_steps]
+    found = prober.measured[least.accum_steps]
     assert found is not None, "its peak is known"
     assert least.peak_bytes is not None, "its peak is known"
     fixed = min(found.fixed_bytes, least.peak_bytes)
@@ -227,7 +237,7 @@ def _least(
     parts = f"weights, gradients and optimizer state {show_bytes(fixed)}"
     parts += f", activations and the micro-batch {show_bytes(least.peak_bytes - fixed)}"
     rule = f"{needs}{'' if given else f' ({said})'}: the least is {show_bytes(least.peak_bytes)}, for {words} ({parts})"
-    raise_it = f"give memory_budget={least.peak_bytes}B or more" if given else "free some memory"
+    raise_it = f"give memory_budget={least.peak_bytes}B or more" if given else remedy
     return str(Fault(key, value, rule, f"{raise_it}, or take a smaller model"))
 
 

@@ -54,8 +54,10 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         limit = limited(config.memory_limit)
         with forked, matrix_products(config.precision, device), limit as held_before:
             if config.automatic:
+                training.stage = "choosing accum_steps"
                 decision = decide(config, device)
                 config, chosen = decision.config, decision.found
+                training.stage = "building the problem"
             with joined(device, config.processes):
                 train_and_measure(config, device, training, repeats=bool(chosen))
     except DoesNotFit as error:
@@ -126,7 +128,8 @@ def _where(config: Config, training: Training) -> str:
     step = f" {len(training.samples)}" if training.stage == "step" else ""
     sizes = {"micro_batch_size": config.micro_batch_size, "accum_steps": config.accum_steps}
     given = " ".join(f"{key}={value}" for key, value in sizes.items() if value is not None)
-    return f"{training.stage}{step}{given and f' with {given}'}"
+    again = f", {training.repeated[-1]}" if training.repeated else ""
+    return f"{training.stage}{step}{given and f' with {given}'}{again}"
 
 
 def _metrics(series: dict[str, list[float]], training: Training) -> dict[str, float | int | None]:

@@ -61,8 +61,12 @@ class _Linear(torch.autograd.Function):
 
 def _is_plain(weight: Tensor) -> bool:
     """Tell whether a weight is trained, real, no product of other tensors, and without hooks that want its gradient."""
-    hooked = bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
-    return isinstance(weight, nn.Parameter) and weight.requires_grad and not weight.is_complex() and not hooked
+    plain = isinstance(weight, nn.Parameter) and weight.requires_grad and not weight.is_complex()
+    return plain and not _is_hooked(weight)
+
+
+def _is_hooked(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _may_add(weight: Tensor) -> bool:
@@ -70,7 +74,7 @@ def _may_add(weight: Tensor) -> bool:
 
     `torch.autograd.grad` in a loss, for the norm of an input's gradient say, leaves `.grad` as it is.
     """
-    if weight.grad is None or weight.grad.layout != torch.strided or torch.is_grad_enabled():
+    if weight.grad is None or weight.grad.layout != torch.strided or torch.is_grad_enabled() or _is_hooked(weight):
         return False
     try:
         # What torch's own register_multi_grad_hook asks: does autograd reach this weight in this backward?

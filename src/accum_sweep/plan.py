@@ -12,7 +12,7 @@ import torch
 from accum_sweep import lines
 from accum_sweep.config import Config
 from accum_sweep.device import HEADROOM, free_bytes, resolve
-from accum_sweep.errors import ConfigError, Fault
+from accum_sweep.errors import ConfigError, Fault, UserError
 from accum_sweep.predict import Prediction, outline, read, trace
 from accum_sweep.units import show_bytes
 
@@ -68,15 +68,16 @@ class Plan:
         """The recommendation in a sentence."""
         least = min(self.rows, key=lambda row: row.needed_bytes)
         if self.budget_bytes is None:
-            return f"no budget is known: give memory_budget, of {show_bytes(self.enough_bytes)} or more"
+            return f"no budget is known: give memory_budget, of {show_bytes(self.enough_bytes, up=True)} or more"
         budget = f"{show_bytes(self.budget_bytes)} with {HEADROOM:.0%} left free"
         row = self.recommended
         if row is None:
             parts = least.prediction.parts
+            enough = show_bytes(self.enough_bytes, up=True)
             fixed = ", ".join(f"{show_bytes(parts[kind])} {kind}" for kind in FIXED)  # type: ignore[index]
             return (
                 f"nothing fits {budget}: accum_steps={least.accum_steps}, the least, needs "
-                f"{show_bytes(least.needed_bytes)} ({fixed}); that takes a budget of {show_bytes(self.enough_bytes)}"
+                f"{show_bytes(least.needed_bytes)} ({fixed}); that takes a budget of {enough}"
             )
         return (
             f"accum_steps={row.accum_steps} is the fewest that fits {budget}: micro-batches of "
@@ -105,6 +106,19 @@ def make(config: Config) -> Plan:
         raise ConfigError(faults)
     device_type = _device_type(config)
     budget = config.memory_budget or _free(config, device_type)
+    try:
+        rows = _rows(config, effective, device_type)
+    except UserError:
+        raise
+    except Exception as error:  # of a problem's own code, which may not be made for tensors without content
+        said = str(error).strip().partition("\n")[0] or type(error).__name__
+        rule = f"cannot be followed without content ({said})"
+        remedy = "run it instead: each run measures its peak"
+        raise ConfigError([Fault("problem", config.problem.name, rule, remedy)]) from error
+    return Plan(config, device_type, budget, rows)
+
+
+def _rows(config: Config, effective: int, device_type: str) -> list[Row]:
     problem = outline(config)
     splits = {accum_steps: config.chosen(accum_steps) for accum_steps in _splits(config)}
     # Without a second micro-batch, or of unequal sizes, they are no part of a line.
@@ -115,13 +129,13 @@ def make(config: Config) -> Plan:
         found = known.get(_size(split)) if split is even.get(_size(split)) else None
         found = found or trace(split, problem, device_type)
         rows.append(Row(accum_steps, _size(split), read(found, device_type)))
-    return Plan(config, device_type, budget, rows)
+    return rows
 
 
 def _splits(config: Config) -> Iterator[int]:
     """Yield 1, 2, 4, ... and the number at which micro-batches are of one sample; only what divides, if it must."""
     assert config.effective_batch_size is not None, "a fault otherwise"
-    most = config.effective_batch_size
+    most = 1 if config.step_in_backward else config.effective_batch_size
     for accum_steps in [*(2**power for power in range(most.bit_length()) if 2**power < most), most]:
         divides = most % accum_steps == 0 or config.normalization == "items"
         if divides and _size(config.chosen(accum_steps)) <= config.problem.train_samples:
@@ -144,4 +158,8 @@ def _free(config: Config, device_type: str) -> int | None:
     """Return what is free on the device, where it is there."""
     if device_type == "cuda" and not torch.cuda.is_available():
         return None
-    return free_bytes(resolve(config.device, config.precision)) if device_type != "mps" else None
+    try:
+        free = free_bytes(resolve(config.device, config.precision)) if device_type != "mps" else None
+    except UserError:  # this machine has another one
+        return None
+    return min(free, config.memory_limit) if free is not None and config.memory_limit is not None else free

@@ -1,7 +1,8 @@
 """The peak of a run's memory, predicted: the same short pass, on tensors that have a form and no content.
 
-Nothing is computed and, beyond the data set, nothing is allocated, so that a model may be larger than this machine. For
-a CUDA device the blocks that come and go are replayed through a model of its caching allocator.
+Nothing of it is computed and, beyond the data set, nothing allocated, so that a model may be larger than this machine;
+for the CPU small operations are run once, to learn what their kernels take (`kernels.py`). For a CUDA device the blocks
+that come and go are replayed through a model of its caching allocator.
 """
 
 import copy

@@ -110,7 +110,8 @@ def short_pass(
     if ledger is not None:
         ledger.begin("start")
         ledger.mark(states, "optimizer")  # also where the step is taken inside backward
-    tensors = [*model.parameters(), *model.parameters(), *states]
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)  # so many gradients
+    tensors = [*model.parameters(), *trained, *states]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -154,11 +155,13 @@ def short_windows(config: Config, problem: Problem) -> ShortWindows:
         written = len(config.problem.written_micro_batch_sizes or ())
         repeat = written // gcd(written, config.accum_steps_at(0) * config.processes)
         return list(islice(training_windows(config, problem), 1 + repeat)), 1 + repeat
-    longest = max(config.accum_schedule, key=lambda pair: pair[1])[0] if config.accum_schedule else 0
+    reached = [pair for pair in config.accum_schedule or () if config.steps is None or pair[0] < config.steps]
+    longest = max(reached, key=lambda pair: pair[1])[0] if reached else 0
+    most = min(PATIENCE, config.steps or PATIENCE)
     orders = cuts.sample_order(config.problem.train_samples, None)
     plan = config.plan(longest)
     found = (
-        cuts.windows_by_steps(orders, lambda _: plan, PATIENCE)
+        cuts.windows_by_steps(orders, lambda _: plan, most)
         if config.accum_schedule
         else islice(training_windows(config, problem), PATIENCE)
     )

@@ -1,5 +1,6 @@
 """Sizes of memory in words: "8GiB" to bytes and back."""
 
+import math
 import re
 
 UNITS = {
@@ -31,9 +32,13 @@ def parse_bytes(text: object) -> int:
     return size
 
 
-def show_bytes(size: float) -> str:
-    """Return a size with the largest binary unit it fills, to four digits: 8 GiB, 235.2 KiB, 68 B."""
+def show_bytes(size: float, up: bool = False) -> str:
+    """Return a size with the largest binary unit it fills, to four digits: 8 GiB, 235.2 KiB, 68 B. `up`: never less."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= UNITS[unit]:
-            return f"{size / UNITS[unit]:.4g} {unit}"
+            shown = size / UNITS[unit]
+            if up:
+                step = 10.0 ** (math.floor(math.log10(shown)) - 3)
+                shown = math.ceil(shown / step) * step
+            return f"{shown:.4g} {unit}"
     return f"{size:.0f} B"

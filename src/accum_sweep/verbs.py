@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from accum_sweep import launch
 from accum_sweep.errors import ConfigError, Fault, UserError, nearest
 from accum_sweep.record import RUNS_FOLDER, Record, SweepRecord, records, sweeps
 from accum_sweep.units import show_bytes
@@ -67,6 +68,8 @@ def plan(arguments: Sequence[str]) -> None:
     outputs = [name for name in ("csv", "json", "plot") if getattr(options, name) == "-"]
     if len(outputs) > 1:
         raise UserError(f"--{' and --'.join(outputs)} cannot share standard output; give all but one a file")
+    if launch.world_size() > 1:
+        raise UserError("plan: several processes are not predicted; start it without torchrun")
     from accum_sweep.check import check
     from accum_sweep.compose import compose
 
@@ -75,7 +78,8 @@ def plan(arguments: Sequence[str]) -> None:
         effective = settings.get("effective_batch_size")
         unsplit = settings.get("accum_steps") is None and settings.get("micro_batch_size") is None
         if unsplit and isinstance(effective, int | float) and effective is not True and effective % 1 == 0 < effective:
-            settings["accum_steps"] = effective  # any split will do, and this one exists: every one is planned
+            # Any split will do, and this one exists: every one is planned.
+            settings["accum_steps"] = 1 if settings.get("step_in_backward") is True else effective
         config = check(settings)
     except UserError as error:
         if str(error).endswith("add -m"):  # which is for runs
