@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from accum_sweep.errors import interrupted
 from conftest import Cli
 
 ROOT = Path(__file__).parents[1]
@@ -146,3 +147,20 @@ def test_one_of_several_processes_ends_before_what_is_left_could_disturb_it() ->
 
     assert ended("2") == (3, "the result\n", "")
     assert ended("1") == (3, "the result\n", "taken down"), "the control"
+
+
+def test_a_ctrl_c_is_recognized_through_what_wraps_it() -> None:
+    def wrapped(inner: BaseException) -> ValueError:
+        try:
+            try:
+                raise inner
+            except BaseException as error:
+                raise RuntimeError("composing") from error
+        except RuntimeError:
+            try:
+                raise ValueError("launching")
+            except ValueError as outer:
+                return outer
+
+    assert interrupted(wrapped(KeyboardInterrupt()))
+    assert not interrupted(wrapped(OSError()))

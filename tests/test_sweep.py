@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -235,7 +236,7 @@ def test_a_single_run_that_fails_has_its_record_and_exit_code_1(cli: Cli, tmp_pa
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_keeps_what_is_finished_and_closes(tmp_path: Path, how: signal.Signals) -> None:
+def test_an_interrupted_sweep_keeps_what_is_finished_and_closes(cli: Cli, tmp_path: Path, how: signal.Signals) -> None:
     words = ["-m", "seed=range(0,20)", "problem=digits_mlp", "epochs=40", "tracking=none"]
     process = subprocess.Popen(
         [sys.executable, "-m", "accum_sweep", *words],
@@ -262,6 +263,10 @@ def test_an_interrupted_sweep_keeps_what_is_finished_and_closes(tmp_path: Path, 
     assert f"{len(runs)} runs" in output
     ((_, sweep),) = sweeps(tmp_path / "runs")
     assert sweep.ended_at is not None
+    command = errors.rpartition("to go on: python -m accum_sweep ")[2].splitlines()[0]
+    would = cli(*shlex.split(command), "sweep.dry_run=true")
+    done = sum(record.status == "finished" for record in runs)
+    assert f"20 combinations, {done} have their result, {20 - done} to run" in would.stdout, would.stderr
 
 
 def test_quiet_leaves_the_results_only(cli: Cli) -> None:

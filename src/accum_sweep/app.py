@@ -24,7 +24,7 @@ from accum_sweep import launch
 from accum_sweep.check import check
 from accum_sweep.compose import COMPOSITION_ERRORS, CONF, HYDRA_VERSION_BASE, as_dict, compose, explain
 from accum_sweep.config import Config
-from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, nearest, without_secrets
+from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, interrupted, nearest, without_secrets
 from accum_sweep.record import RECORD_FILE, RUNS_FOLDER, Identity, Record, read_sweep
 from accum_sweep.verbs import VERBS
 
@@ -68,7 +68,7 @@ def _main(arguments: Sequence[str]) -> None:
     except (UserError, RunsFailed, BrokenPipeError):
         raise
     except Exception as error:
-        if _interrupted(error):
+        if interrupted(error):
             raise KeyboardInterrupt from error
         if _begun or debug:
             raise
@@ -139,13 +139,6 @@ def _check_hydra(config: DictConfig) -> None:
         faults.append(Fault("hydra/sweeper", sweeper, "keeps no record of the sweep", "leave it out"))
     if faults:
         raise ConfigError(faults)
-
-
-def _interrupted(error: BaseException | None) -> bool:
-    """Tell whether a Ctrl-C is behind an error; OmegaConf wraps what it meets."""
-    return error is not None and (
-        isinstance(error, KeyboardInterrupt) or _interrupted(error.__cause__) or _interrupted(error.__context__)
-    )
 
 
 def _refuse(error: Exception) -> NoReturn:

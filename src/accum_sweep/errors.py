@@ -55,3 +55,10 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
 
 class RunsFailed(Exception):  # noqa: N818 - it reports what happened, nothing is wrong with the call
     """Runs ended otherwise than finished. They have their records; the exit code is 1."""
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Tell whether a Ctrl-C is behind an error; OmegaConf wraps what it meets."""
+    return error is not None and (
+        isinstance(error, KeyboardInterrupt) or interrupted(error.__cause__) or interrupted(error.__context__)
+    )

@@ -6,6 +6,7 @@ the first job; jobs find themselves in it by their number.
 
 import logging
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from accum_sweep import closing, dry_run, report, resume, sync
 from accum_sweep.config import SweepOptions
-from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError
+from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, interrupted
 from accum_sweep.jobs import Job, combine
 from accum_sweep.lock import held
 from accum_sweep.progress import Progress
@@ -99,11 +100,13 @@ def _run(
     # Whatever ends it, what there is, is closed and shown.
     try:
         _launch(jobs, launcher, serial, plan, folder, first)
-    except KeyboardInterrupt:
-        _finish(plan, folder, tracker, "interrupted")
-        raise
-    except Exception:  # a launcher's own: it lost its workers, say
-        log.exception("the launcher failed")
+    except (KeyboardInterrupt, Exception) as error:
+        if interrupted(error):
+            _finish(plan, folder, tracker, "interrupted")
+            words = shlex.join(["python", "-m", "accum_sweep", "-m", *plan.overrides, f"sweep.resume={plan.sweep_id}"])
+            log.warning("to go on: %s", words)
+            raise KeyboardInterrupt from error
+        log.exception("the launcher failed")  # by an error of its own: it lost its workers, say
         _finish(plan, folder, tracker, "failed")
         raise RunsFailed("the launcher failed before all runs were done") from None
     unfinished = _finish(plan, folder, tracker, None)
