@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accum_sweep import launch
 from accum_sweep.accumulate import Window, accumulate_gradients, gradient_norm
 from accum_sweep.boundary import Boundary
-from accum_sweep.ranks import whole
+from accum_sweep.ranks import Agreement, OutOfMemoryElsewhere, whole
 
 IGNORED = -100
 SAMPLES = 64
@@ -140,7 +140,9 @@ def _together() -> Any:
     return contextlib.nullcontext()
 
 
-def communications(rank: int, accumulate: Callable[..., object], **how: bool) -> int:
+def communications(
+    rank: int, accumulate: Callable[..., object], before: Callable[[nn.Module], None] | None = None, **how: bool
+) -> int:
     """How many times DDP averages a bucket of gradients in a window of four micro-batches a rank."""
     model = model_of("ddp", torch.float64)
     counted = []
@@ -151,8 +153,34 @@ def communications(rank: int, accumulate: Callable[..., object], **how: bool) ->
         return work.get_future().then(lambda future: future.value()[0] / 2)
 
     model.register_comm_hook(None, hook)  # type: ignore[operator]
+    if before is not None:
+        before(model)
+        counted.clear()
     accumulate(model, cut([8] * 8, rank), loss, **how)
     return len(counted)
+
+
+def left_window(model: nn.Module) -> None:
+    """Leave a window after the forward pass that was to synchronize, as where memory runs out on rank 1."""
+    assert isinstance(model, DistributedDataParallel)
+    agreement = Agreement(model)
+    alone = int(dist.get_rank() == 1)
+
+    def failing(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        found = loss(model, batch)
+        if alone:
+            raise torch.OutOfMemoryError("out of memory, for a test")
+        return found
+
+    try:
+        accumulate_gradients(model, cut(SPLITS["uneven"], int(alone))[-1:], failing, agreement=agreement)
+    except (torch.OutOfMemoryError, OutOfMemoryElsewhere):
+        agreement.leave(model, tell=bool(alone))
+
+
+def cut_off(model: nn.Module) -> None:
+    """The fault: only the exception is taken care of."""
+    loss(model, cut(SPLITS["uneven"])[0])
 
 
 def without_no_sync(model: nn.Module, pieces: Sequence[Any], loss: Any) -> None:
@@ -227,6 +255,8 @@ def main() -> None:
         "gradients": gradients(rank),
         "by own items": by_own_items(rank),
         "once": communications(rank, accumulate_gradients),
+        "once after one that was left": communications(rank, accumulate_gradients, before=left_window),
+        "once after one that was cut off": communications(rank, accumulate_gradients, before=cut_off),
         "every": communications(rank, accumulate_gradients, sync_every_micro_batch=True),
         "without no_sync": communications(rank, without_no_sync),
         "different numbers": different_numbers(rank),

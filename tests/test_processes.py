@@ -72,6 +72,8 @@ def test_the_control_dividing_by_a_rank_s_own_items_is_far_off(ranks: list[dict[
 def test_gradients_are_averaged_once_a_window_or_in_every_backward(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["once"] >= 1
+        assert found["once after one that was left"] == found["once"]
+        assert found["once after one that was cut off"] > found["once"], "the control: DDP takes the next for that one"
         assert found["every"] == 4 * found["once"]
         assert found["without no_sync"] == 4 * found["once"], "the control: the fault is seen"
 
@@ -300,3 +302,88 @@ def test_all_processes_choose_the_same_be_it_that_memory_runs_out_on_one(tmp_pat
     probes = {probe["accum_steps"]: probe["peak_bytes"] for probe in chosen["auto"]["probes"]}
     assert probes[4] is not None
     assert probes[3] is None
+
+
+RUNS_OUT = """
+import itertools
+import os
+import torch
+from accum_sweep.problems import Problem
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(context, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        raise torch.OutOfMemoryError("out of memory, for a test")
+
+def make(dtype, ranks, since, stage):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)).to(dtype)
+    model.register_buffer("told", torch.zeros(1, dtype=dtype))  # DDP sends buffers around in its forward pass
+    seen = itertools.count()
+
+    def loss(net, batch):
+        trained = getattr(net, "module", None) is model
+        if not trained and len(batch[0]) > 8 and isinstance(net, torch.nn.parallel.DistributedDataParallel):
+            raise torch.OutOfMemoryError("too much for a probe")
+        fails = trained and next(seen) == since and os.environ["RANK"] in str(ranks)
+        if fails and stage == "before":
+            raise torch.OutOfMemoryError("out of memory, for a test")
+        output = net(batch[0])
+        if fails and stage == "forward":
+            raise torch.OutOfMemoryError("out of memory, for a test")
+        if fails:
+            output = Fails.apply(output)
+        return output.square().sum(), len(batch[0])
+
+    return Problem(model, (torch.rand(64, 8, dtype=dtype),), loss)
+"""
+CASES = [  # ranks, micro-batch, stage; two micro-batches a rank in each step
+    ("none", 0, "before"),
+    ("1", 4, "before"),  # the first micro-batch of the third step, in which DDP sends buffers
+    ("0", 4, "forward"),
+    ("1", 4, "backward"),
+    ("1", 5, "before"),  # the last, in which gradients are averaged
+    ("0", 5, "forward"),
+    ("0", 5, "backward"),
+    ("1_0", 5, "forward"),
+    ("1_0", 4, "backward"),
+    ("1", 2, "backward"),  # in the second step DDP sends its buckets around
+]
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_all_processes_repeat_a_window_that_memory_runs_out_in(tmp_path: Path, every: bool) -> None:
+    (tmp_path / "runs_out.py").write_text(RUNS_OUT)
+    arguments = ",".join(f"{{ranks:{ranks},since:{since},stage:{stage}}}" for ranks, since, stage in CASES)
+    problem = (
+        "problem=custom",
+        "problem.factory=runs_out:make",
+        "problem.samples=64",
+        f"problem.arguments={arguments}",
+    )
+    sizes = ("effective_batch_size=32", "accum_steps=auto", "memory_budget=1GiB", "steps=6", "precision=fp64")
+    words = ("equivalence=every_step", "save_weights=true", "tracking=none", f"sync_every_micro_batch={every}")
+    done = torchrun(tmp_path, "-m", "accum_sweep", "-m", *problem, *sizes, *words)
+    found = records(tmp_path)
+    assert len(found) == len(CASES), done.stderr
+    whole: dict[str, Any] = {}
+    for record in found:
+        config = record["config"]
+        ranks, since, stage = config["problem"]["arguments"].values()
+        assert (config["accum_steps"], config["micro_batch_size"]) == (2, 8)
+        # Inside of what all take part in, the others cannot be told.
+        if ranks != "none" and (stage == "before" or (stage == "backward" and (every or since % 2 == 1))):
+            assert record["status"] == "oom", (ranks, since, stage, record["reason"])
+            continue
+        assert record["status"] == "finished", (ranks, since, stage, record["reason"])
+        repeated = [f"memory ran out in step {since // 2 + 1} at micro-batches of 8; repeated with 4"]
+        assert record["notes"][1:] == ([] if ranks == "none" else repeated)
+        weights = load_file(record["folder"] / "final.safetensors")
+        whole = whole or weights
+        for name, value in weights.items():
+            assert float((value - whole[name]).norm()) <= 1e-12 * float(whole[name].norm()), (ranks, since, stage)
+        assert record["equivalence"]["verdict"] == "equivalent"
+        assert record["equivalence"]["data"] == found[0]["equivalence"]["data"]

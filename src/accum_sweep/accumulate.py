@@ -47,6 +47,7 @@ def accumulate_gradients(
     accumulator: torch.dtype | None = None,
     scaler: "torch.amp.GradScaler | None" = None,
     sync_every_micro_batch: bool = False,
+    agreement: ranks.Agreement | None = None,
 ) -> Window:
     """Run forward and backward on every micro-batch of one window and leave the window's gradient in `.grad`.
 
@@ -62,7 +63,8 @@ def accumulate_gradients(
 
     A model wrapped in DistributedDataParallel or `fully_shard` is synchronized once, in the last micro-batch's
     backward, or in each of them with `sync_every_micro_batch` (FSDP then keeps no unsharded gradients). Every rank
-    needs the same number of micro-batches; give empty ones where a rank has less.
+    needs the same number of micro-batches; give empty ones where a rank has less. With an `agreement` ranks ask each
+    other on the way whether to go on, so that they can leave the window together.
 
     Weights do not move. Raises ValueError for a window without micro-batches, a negative number of items, ranks with
     different numbers of micro-batches, where a parameter holds a gradient already (it would be scaled along), and where
@@ -86,8 +88,10 @@ def accumulate_gradients(
     expected = 1  # what the weights below divide by: right if every micro-batch is like the first
     weight, weight_items = None, -1
     for number, micro_batch in enumerate(micro_batches, start=1):
-        last = number == len(micro_batches)
-        with ranks.synchronizing(model, sync_every_micro_batch or last) if world > 1 else _ALONE:
+        synchronizes = world > 1 and (sync_every_micro_batch or number == len(micro_batches))
+        if agreement is not None and (synchronizes or number == 1):  # DDP's forward pass may send buffers
+            agreement.ask(model)
+        with ranks.synchronizing(model, synchronizes) if world > 1 else _ALONE:
             loss_sum, items = _checked(loss(model, micro_batch))
             if number == 1 and normalization == "mean":
                 expected = micro_steps
@@ -99,6 +103,8 @@ def accumulate_gradients(
                 weight, weight_items = torch.full_like(loss_sum, world / divisor if items else 0.0), items
                 if scaler is not None:
                     weight = scaler.scale(weight)
+            if agreement is not None and synchronizes:
+                agreement.ask(model)
             if items or world > 1:  # on several ranks all wait for each other in backward
                 loss_sum.backward(gradient=weight)  # type: ignore[no-untyped-call]
         # A copy: the scalar that `mse_loss` and others return sits on a buffer as large as the model's output.

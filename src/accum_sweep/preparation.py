@@ -20,6 +20,7 @@ from accum_sweep.accumulate import Loss, Window, accumulate_gradients
 from accum_sweep.boundary import Boundary
 from accum_sweep.errors import UserError
 from accum_sweep.fused_linear import fuse_linears
+from accum_sweep.ranks import Agreement
 from accum_sweep.step_in_backward import step_in_backward
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def in_precision(config: Config, loss: Loss, device: torch.device) -> Loss:
 
 
 def accumulation(
-    config: Config, loss: Loss, scaler: torch.amp.GradScaler | None
+    config: Config, loss: Loss, scaler: torch.amp.GradScaler | None = None, agreement: Agreement | None = None
 ) -> Callable[[nn.Module, Sequence[Any]], Window]:
     """Return how a model's windows are accumulated."""
     return functools.partial(
@@ -115,6 +116,7 @@ def accumulation(
         accumulator=torch.float32 if config.accumulator else None,
         scaler=scaler,
         sync_every_micro_batch=config.sync_every_micro_batch,
+        agreement=agreement,
     )
 
 

@@ -3,6 +3,7 @@
 torch only. A model that is not wrapped is one rank, whatever runs beside it, and nothing here costs it anything.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -62,9 +63,52 @@ def check_synchronized(model: nn.Module) -> None:
             raise ValueError(f"parameter {waiting[0]} has no gradient, and DDP waits for it: {remedy}")
 
 
-def largest(number: int, model: nn.Module) -> int:
-    """Return the largest of the ranks' numbers."""
-    return highest(number, _device(model))
+def largest(number: float, model: nn.Module) -> int:
+    """Return the largest of the ranks' numbers; raise OutOfMemoryElsewhere where one has left the window."""
+    most = _over_all([number], _device(model), dist.ReduceOp.MAX)[0]
+    if most == math.inf:
+        raise OutOfMemoryElsewhere("memory ran out on another rank")
+    return int(most)
+
+
+class OutOfMemoryElsewhere(MemoryError):  # noqa: N818 - as torch.OutOfMemoryError
+    """Another rank has run out of memory and left the window, so this one leaves it too."""
+
+
+class Agreement:
+    """Lets the ranks of a DistributedDataParallel model leave a window together where memory runs out on one.
+
+    Each asks the others before it does what all of them take part in: forward passes that may send buffers, backward
+    passes that synchronize. An error inside of these is `late`: the others wait there for what will not come.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self.late = False
+        model.module.register_forward_pre_hook(self._in_time)  # all that forward passes send is sent before
+
+    def begin(self) -> None:
+        """Say that a window begins."""
+        self.late = False
+
+    def ask(self, model: nn.Module) -> None:
+        """Wait for all ranks; raise OutOfMemoryElsewhere where one has left the window."""
+        self.late = False
+        largest(0, model)
+        self.late = True
+
+    def leave(self, model: nn.Module, tell: bool) -> None:
+        """Leave a window; `tell` the others, who wait in `ask` or `largest`. Every rank must leave.
+
+        A forward pass that no backward pass follows is forgotten: DistributedDataParallel would take the next backward
+        pass for that one's, and synchronize under no_sync (torch 2.13).
+        """
+        if tell:
+            _over_all([math.inf], _device(model), dist.ReduceOp.MAX)
+        assert isinstance(model, DistributedDataParallel), "others cannot leave a window"
+        model._update_process_group(model.process_group)  # type: ignore[no-untyped-call]
+
+    def _in_time(self, *_: object) -> None:
+        self.late = False
 
 
 def totals(numbers: Sequence[float], model: nn.Module) -> list[float]:

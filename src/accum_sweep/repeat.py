@@ -1,7 +1,8 @@
-"""A window whose memory runs out is repeated in smaller micro-batches: same samples, same gradient. One process only.
+"""A window whose memory runs out is repeated in smaller micro-batches: same samples, same gradient.
 
-Under several processes it cannot be: where memory runs out in one of them, the others already wait for it inside of a
-synchronization that it will not reach. There the run ends as out of memory, on all.
+Several processes under DistributedDataParallel repeat it together, be it that memory ran out in one of them only. Not
+where it runs out in the backward pass in which they synchronize, and not under FSDP: there the others wait for what
+will not come, and the run ends as out of memory, on all.
 """
 
 import logging
@@ -17,6 +18,7 @@ from accum_sweep.accumulate import Window
 from accum_sweep.batches import MicroBatches
 from accum_sweep.full_batch import random_state, set_random_state
 from accum_sweep.memory import out_of_memory, release
+from accum_sweep.ranks import Agreement, OutOfMemoryElsewhere
 from accum_sweep.windows import cut
 
 log = logging.getLogger(__name__)
@@ -28,13 +30,15 @@ class Repeating:
 
     Where it repeats, gradients are dropped, and buffers and random state are those of the window's beginning, so that
     nothing is drawn, or counted, twice. `again(model, sizes)` is called before that. `pace` says that BatchNorm's
-    momentum stands for the number of micro-batches in a window, and follows it.
+    momentum stands for the number of micro-batches in a window, and follows it. On several ranks `agreement` is the one
+    that `accumulate` asks.
     """
 
     accumulate: Callable[[nn.Module, MicroBatches], Window]
     again: Callable[[nn.Module, tuple[int, ...]], None]
     device: torch.device
     pace: bool = False
+    agreement: Agreement | None = None
     size: int | None = None  # the most samples a micro-batch may hold from now on; None: as many as planned
     notes: list[str] = field(default_factory=list)  # what happened, for the record
     _windows: int = 0
@@ -48,16 +52,23 @@ class Repeating:
         self._windows += 1
         random, buffers = random_state(), [buffer.detach().clone() for buffer in model.buffers()]
         while True:
+            if self.agreement is not None:
+                self.agreement.begin()
             try:
                 return self.accumulate(model, micro_batches)
             except Exception as error:
                 size = max(map(len, micro_batches.window))
-                if not out_of_memory(error) or size == 1:
+                if not out_of_memory(error):
+                    raise
+                here = not isinstance(error, OutOfMemoryElsewhere)
+                if size == 1 or (here and self.agreement is not None and self.agreement.late):
                     raise
             # Outside of the except block: until that is left, its traceback holds the tensors.
             for parameter in model.parameters():
                 parameter.grad = None
             release(self.device)
+            if self.agreement is not None:
+                self.agreement.leave(model, tell=here)
             self.size = math.ceil(size / 2)
             before = len(micro_batches)
             micro_batches.recut(self.size)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accum_sweep import launch, optimizers, precision, ranks
 from accum_sweep.accumulate import Window
@@ -57,7 +58,7 @@ class Training:
 def train_and_measure(config: Config, device: torch.device, so_far: Training, repeats: bool = False) -> None:
     """Train as `config` says and fill `so_far`. Seeds torch's global generator.
 
-    Where it `repeats`, a window whose memory runs out is repeated in smaller micro-batches, in one process only.
+    Where it `repeats`, a window whose memory runs out is repeated in smaller micro-batches, not under FSDP.
     Where several processes train together, each of them calls this, and what it fills is the same on all.
     """
     torch.manual_seed(config.seed)
@@ -109,10 +110,12 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training, re
             with clock.paused():
                 referee.begins(model, form)
 
-    accumulate: Callable[[nn.Module, Any], Window] = accumulation(config, loss, end.scaler)
+    repeats = repeats and config.parallel != "fsdp"
+    agreement = ranks.Agreement(model) if repeats and isinstance(model, DistributedDataParallel) else None
+    accumulate: Callable[[nn.Module, Any], Window] = accumulation(config, loss, end.scaler, agreement)
     repeating = None
-    if repeats and config.processes == 1:
-        repeating = Repeating(accumulate, again, device, pace=config.batchnorm == "corrected_momentum")
+    if repeats:
+        repeating = Repeating(accumulate, again, device, config.batchnorm == "corrected_momentum", agreement)
         accumulate = repeating
         so_far.repeated = repeating.notes
 
