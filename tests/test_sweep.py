@@ -209,8 +209,10 @@ def test_jobs_that_share_a_folder_do_not_write_over_each_other(cli: Cli, tmp_pat
     done = cli("-m", "seed=0,1", "hydra.sweep.subdir=same", "tracking=none")
     assert done.returncode == 1
     assert "holds a run already" in done.stderr
-    (record,) = runs_of(tmp_path)
-    assert record.config["seed"] == 0
+    first, second = runs_of(tmp_path)
+    assert (first.config["seed"], first.status) == (0, "finished")
+    assert (second.config["seed"], second.status) == (1, "failed")
+    assert "same holds a run already; choose another" in (second.reason or "")
 
 
 def test_a_sweep_counts_its_own_runs_only(cli: Cli, tmp_path: Path) -> None:

@@ -51,18 +51,41 @@ def test_what_a_server_missed_is_sent_once(cli: Cli, tmp_path: Path) -> None:
     assert parent.data.metrics == {"runs": 2, "runs_finished": 1}
 
 
-def test_what_a_killed_sweep_left_running_is_ended(cli: Cli, tmp_path: Path) -> None:
-    words = ["-m", "seed=range(0,50)", "problem=digits_mlp", "epochs=1"]
-    process = subprocess.Popen([sys.executable, "-m", "accum_sweep", "-q", *words], cwd=tmp_path)
+SWEPT = ("-m", "seed=range(0,50)", "problem=digits_mlp", "epochs=1")
+
+
+@pytest.fixture
+def killed(cli: Cli, tmp_path: Path) -> str:
+    """What `sync` says of a sweep at work, which is killed then."""
+    process = subprocess.Popen([sys.executable, "-m", "accum_sweep", "-q", *SWEPT], cwd=tmp_path)
     try:
         deadline = time.monotonic() + 120
         while len(list((tmp_path / "runs").rglob("record.json"))) < 3 and time.monotonic() < deadline:
             time.sleep(0.01)
-        busy = cli("sync")
+        return cli("sync").stdout
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert "1 sweeps are at work and left alone" in busy.stdout
+
+
+def test_the_next_sweep_ends_what_a_killed_one_left_running(cli: Cli, tmp_path: Path, killed: str) -> None:
+    assert {parent.info.status for parent in in_mlflow(tmp_path)[0]} == {"RUNNING"}
+    after = cli("-m", "seed=100,101")
+    assert after.returncode == 0, after.stderr
+    assert "1 sweeps that were killed are closed now" in after.stderr
+    parents, runs = in_mlflow(tmp_path)
+    assert sorted(parent.info.status for parent in parents) == ["FINISHED", "KILLED"]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+    assert Counter(run.data.tags["accum_sweep.run_id"] for run in runs) == Counter(
+        record.run_id for record in records(tmp_path / "runs")
+    )
+    assert "closed now" not in cli("-m", "seed=102,103").stderr
+    assert cli(*SWEPT, f"sweep.resume={sweeps(tmp_path / 'runs')[0][1].sweep_id}").returncode == 0
+    assert len(in_mlflow(tmp_path)[1]) == 54
+
+
+def test_what_a_killed_sweep_left_running_is_ended(cli: Cli, tmp_path: Path, killed: str) -> None:
+    assert "1 sweeps are at work and left alone" in killed
     ((parent,), _) = in_mlflow(tmp_path)
     assert parent.info.status == "RUNNING"
     done = cli("sync")
@@ -73,7 +96,7 @@ def test_what_a_killed_sweep_left_running_is_ended(cli: Cli, tmp_path: Path) -> 
     assert Counter(run.data.tags["accum_sweep.run_id"] for run in runs) == Counter(
         record.run_id for record in records(tmp_path / "runs")
     )
-    goes_on = cli(*words, "sweep.resume=latest")
+    goes_on = cli(*SWEPT, "sweep.resume=latest")
     assert goes_on.returncode == 0, goes_on.stderr
     ((parent,), runs) = in_mlflow(tmp_path)
     assert (parent.info.status, len(runs)) == ("FINISHED", 50)

@@ -53,7 +53,7 @@ STAND_INS: dict[str, Any] = {
     "sweep": {
         **dict.fromkeys(("prune", "extend", "dry_run"), False),
         **dict.fromkeys(("resume", "max_failures", "pairs", "where", "subset")),
-        "subset_seed": 0,
+        **dict.fromkeys(("subset_seed", "retries"), 0),
         "on_failure": "continue",
     },
 }

@@ -78,6 +78,7 @@ class SweepOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     on_failure: Literal["continue", "stop"] = _setting("must be continue or stop", "continue")
+    retries: Whole = _setting("must be a whole number, 0 or more", 2, ge=0, le=100)
     max_failures: Whole | None = _setting("must be a whole number, 1 or more, or null", 10, ge=1, le=LARGEST)
     prune: bool = _setting("must be true or false", "false")
     resume: Name | None = _setting("must be latest or the id of a sweep", "latest")

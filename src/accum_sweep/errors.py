@@ -2,8 +2,11 @@
 
 import difflib
 import re
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+LONGEST_TRACEBACK = 20_000  # characters
 
 # What an address can hold: a token, or a user with a password, before its host; or a password among its parameters.
 BEFORE_HOST = re.compile(
@@ -46,6 +49,11 @@ def without_secrets(text: str) -> str:
     return PARAMETER.sub(lambda found: f"{found[1]}=***", text)
 
 
+def traceback_of(error: BaseException) -> str:
+    """Return an error's traceback, the end of it where it is long, with what may be a password masked."""
+    return without_secrets("".join(traceback.format_exception(error)))[-LONGEST_TRACEBACK:].strip()
+
+
 def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
     """Return "did you mean X?" for the known word closest to `word`, or `otherwise` if none is close."""
     by_end = {name.rpartition(".")[2]: name for name in sorted(known)}  # a shared "problem." is no likeness
@@ -55,6 +63,10 @@ def nearest(word: str, known: Iterable[str], otherwise: str) -> str:
 
 class RunsFailed(Exception):  # noqa: N818 - it reports what happened, nothing is wrong with the call
     """Runs ended otherwise than finished. They have their records; the exit code is 1."""
+
+
+class ProcessDied(Exception):  # noqa: N818 - it reports what happened
+    """The process that a run had ended without a word. The message says how."""
 
 
 def interrupted(error: BaseException | None) -> bool:

@@ -18,7 +18,7 @@ from accum_sweep import environment
 from accum_sweep.auto import DoesNotFit, decide
 from accum_sweep.config import Config, run_key
 from accum_sweep.device import hardware_name, resolve
-from accum_sweep.errors import UserError
+from accum_sweep.errors import UserError, traceback_of, without_secrets
 from accum_sweep.limit import held_bytes, limited
 from accum_sweep.memory import out_of_memory, release
 from accum_sweep.oom import Shortage, describe
@@ -47,6 +47,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
     held_before = 0
     status: Status = "finished"
     reason: str | None = None
+    failure: str | None = None
     chosen: dict[str, Any] = {}
     try:
         device = resolve(config.device, config.precision)
@@ -73,8 +74,9 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
             status, reason = "oom", shortage.reason
             log.debug("%s: oom", identity.name, exc_info=True)
         else:
-            status, reason = "failed", f"{type(error).__name__}: {error}"
-            log.exception("%s: failed", identity.name)
+            status, reason = "failed", without_secrets(f"{type(error).__name__}: {error}")
+            failure = traceback_of(error)
+            log.error("%s: failed\n%s", identity.name, failure)
     ended = datetime.now(UTC)
     if status != "finished":
         release(device)  # here, not in the except block: until that is left, the traceback holds the tensors
@@ -105,6 +107,7 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
         result=plain(_result(training, metrics) or {"status": status, "reason": reason}),
         weights=plain(_weights_in_full(training)),
         equivalence=plain(_equivalence(training)),
+        traceback=plain(failure),
         peak_phase=training.statement.phase if training.statement is not None else None,
         notes=[chosen[key] for key in ("why",) if key in chosen]
         + training.notes

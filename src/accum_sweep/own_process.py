@@ -5,7 +5,6 @@ Where it dies without a record, the way it died says what becomes of the run.
 """
 
 import contextlib
-import ctypes
 import importlib
 import json
 import logging
@@ -20,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from accum_sweep.child import end_with, stop_when_told
 from accum_sweep.config import Config
 from accum_sweep.errors import UserError
 from accum_sweep.record import Identity, Record, Status, read, refuse_second
@@ -40,7 +40,6 @@ LAST_WORDS = (
 )
 REMEMBERED = 4000  # characters of standard error
 PATIENCE_SECONDS = 30.0  # for a child that was interrupted to write its record
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 # The child imports from where this process does, which is not always where Python looks by itself. Until it has, a
 # Ctrl-C ends it without a word.
@@ -66,7 +65,7 @@ def execute_apart(config: Config, folder: Path, identity: Identity) -> Record:
     record = read(folder)
     if record is None:
         status, reason = fate(code, said, config.memory_limit) if not interrupted else INTERRUPTED
-        record = leave(config, folder, identity, status, reason, started)
+        record = leave(config, folder, identity, status, reason, started, None if interrupted else said)
     if interrupted and record.status != "interrupted":  # the run was faster; who pressed Ctrl-C wants to stop even so
         raise KeyboardInterrupt
     return record
@@ -198,9 +197,8 @@ class _Messenger(logging.Handler):
 def child() -> NoReturn:
     """Do what the parent sends on standard input, and end."""
     parent, descriptor = map(int, sys.argv[2:4])
-    _end_with(parent)
-    signal.signal(signal.SIGINT, _stop_once)
-    signal.signal(signal.SIGTERM, _stop_once)
+    end_with(parent)
+    stop_when_told()
     try:
         config, folder, identity, threads, level = pickle.load(sys.stdin.buffer)
         logging.getLogger().addHandler(_Messenger(descriptor))
@@ -214,20 +212,6 @@ def child() -> NoReturn:
     except UserError as error:
         sys.exit(str(error))
     sys.exit(0)
-
-
-def _stop_once(*_: object) -> NoReturn:
-    """Interrupt the run, and let nothing interrupt the writing of its record."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was faster
-        sys.exit(1)
 
 
 def _warm_up(config: Config, threads: int | None) -> None:

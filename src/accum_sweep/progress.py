@@ -15,12 +15,12 @@ class Progress:
 
     `failed` is how many were neither finished nor skipped.
 
-    `serial` says that runs end one after the other, as they are counted: only then is there a time left to tell.
+    `seen` says that runs are counted as they end: only then is there a time left to tell.
     """
 
-    def __init__(self, total: int, serial: bool) -> None:
+    def __init__(self, total: int, seen: bool) -> None:
         self._total = total
-        self._serial = serial
+        self._seen = seen
         self._done = 0
         self.failed = 0
         self._skipped = 0
@@ -57,7 +57,7 @@ class Progress:
         failed = f", {self.failed} failed" if self.failed else ""
         skipped = f", {self._skipped} skipped" if self._skipped else ""
         left = ""
-        if self._serial and 0 < self._done < self._total:
+        if self._seen and 0 < self._done < self._total:
             seconds = (time.monotonic() - self._start) / self._done * (self._total - self._done)
             left = f", {_duration(seconds)} left"
         return f"{self._done}/{self._total}{failed}{skipped}{left}"

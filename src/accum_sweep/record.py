@@ -67,6 +67,7 @@ class Record:
     # "final_sketch", see sketch.py
     equivalence: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what a user might not expect
+    traceback: str | None = None  # of what made it fail, or its process's last words; None: its settings were refused
     peak_phase: str | None = None  # of memory: in making the data, forward, backward or the optimizer's step
     auto: dict[str, Any] = field(default_factory=dict)  # what accum_steps=auto was decided on: see auto.Decision
     sweep_id: str | None = None
@@ -109,6 +110,8 @@ def write_companions(record: Record, folder: Path) -> None:
     try:
         write_atomically(folder / "config.yaml", yaml.safe_dump(record.config, sort_keys=False))
         write_atomically(folder / "result.json", json.dumps(record.result) + "\n")
+        if record.traceback is not None:
+            write_atomically(folder / "traceback.txt", record.traceback)
         if record.weights:
             write_atomically(folder / "weights.json", json.dumps(record.weights) + "\n")
     except OSError as error:

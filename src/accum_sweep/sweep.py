@@ -1,31 +1,29 @@
 """One multirun: every combination checked before the first starts, each a job of Hydra's launcher, a table at the end.
 
-The only file that knows Hydra's launchers. What a sweep is stands in `sweep.json` in its folder, written before
+What a sweep is stands in `sweep.json` in its folder, written before
 the first job; jobs find themselves in it by their number.
 """
 
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from accum_sweep import closing, dry_run, report, resume, sync
-from accum_sweep.config import SweepOptions
-from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, interrupted
+from accum_sweep import closing, dry_run, launching, report, resume, sync
+from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, interrupted, traceback_of
 from accum_sweep.jobs import Job, combine
+from accum_sweep.launching import Way
 from accum_sweep.lock import held
-from accum_sweep.progress import Progress
-from accum_sweep.prune import needs_as_much
-from accum_sweep.record import LOCK_FILE, Record, Status, SweepRecord, read, read_sweep, write
+from accum_sweep.record import LOCK_FILE, Status, SweepRecord, read_sweep, write
 from accum_sweep.tracking import Tracker, open_tracker, tolerated
 
 log = logging.getLogger(__name__)
@@ -44,8 +42,8 @@ def sweep(
     if options.resume is not None:
         folder, plan = resume.find(options.resume, folder)
         _move(config, folder)
-    serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
-    _check_sweep(jobs, folder, serial, fresh=plan is None)
+    way = _way(config)
+    _check_sweep(jobs, folder, way, fresh=plan is None)
     if options.dry_run:
         to_go = jobs if plan is None else resume.left(plan, folder, jobs, options.extend)
         print(dry_run.text(jobs, to_go, folder.parent))
@@ -56,11 +54,13 @@ def sweep(
     with held(folder / LOCK_FILE) as ours:
         if not ours:
             raise UserError(f"sweep.resume: another process is at work on {folder}; wait for it, or end it")
+        if repaired := sync.repair(folder.parent):
+            log.info("%s sweeps that were killed are closed now; sweep.resume goes on with one", repaired)
         if plan is None:
             plan = _plan(folder, arguments, params, jobs)
         else:
             jobs, plan = _resumed(plan, folder, jobs, options.extend)
-        _run(jobs, launcher, serial, plan, folder, tracker)
+        _run(jobs, launcher, way, plan, folder, tracker)
 
 
 def _plan(folder: Path, arguments: Sequence[str], params: Sequence[str], jobs: Sequence[Job]) -> SweepRecord:
@@ -84,7 +84,7 @@ def _resumed(plan: SweepRecord, folder: Path, jobs: list[Job], extend: bool) -> 
 
 
 def _run(
-    jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path, tracker: Tracker | None
+    jobs: Sequence[Job], launcher: Launcher, way: Way, plan: SweepRecord, folder: Path, tracker: Tracker | None
 ) -> None:
     """Run the jobs under the numbers that follow those of the sweep, and close it, whatever ends it."""
     first = len(plan.jobs)
@@ -96,22 +96,46 @@ def _run(
             plan = replace(plan, parent_run_id=parent)
             write(plan, folder)
             if first:  # what ended it before may have ended it in the middle of a word to MLflow
-                sync.send(sync.records_below(folder), tracker, {plan.sweep_id: parent})
+                _send(plan, folder, tracker)
     # Whatever ends it, what there is, is closed and shown.
     try:
-        _launch(jobs, launcher, serial, plan, folder, first)
+        for left in reversed(range(jobs[0].config.sweep.retries + 1) if jobs else ()):
+            outcome = launching.launch(jobs, launcher, way, plan, folder, retried=left > 0)
+            if outcome.lost and tracker is not None:
+                with tolerated(f"sweep {plan.sweep_id}"):
+                    _send(plan, folder, tracker)
+            jobs = outcome.again
+            if not left or not jobs or outcome.stopped:
+                break
+            log.info("%s runs failed and are tried again, as sweep.retries says", len(jobs))
+            plan = resume.with_more(plan, jobs)
+            write(plan, folder)
     except (KeyboardInterrupt, Exception) as error:
         if interrupted(error):
             _finish(plan, folder, tracker, "interrupted")
             words = shlex.join(["python", "-m", "accum_sweep", "-m", *plan.overrides, f"sweep.resume={plan.sweep_id}"])
             log.warning("to go on: %s", words)
             raise KeyboardInterrupt from error
-        log.exception("the launcher failed")  # by an error of its own: it lost its workers, say
+        # By an error of its own: it lost its workers, say.
+        log.error("the launcher failed\n%s", traceback_of(error))
         _finish(plan, folder, tracker, "failed")
         raise RunsFailed("the launcher failed before all runs were done") from None
     unfinished = _finish(plan, folder, tracker, None)
     if unfinished:
         raise RunsFailed(f"{unfinished} of {plan.size} runs did not finish")
+
+
+def _send(plan: SweepRecord, folder: Path, tracker: Tracker) -> None:
+    """Send to MLflow what it lacks of the sweep's runs."""
+    parents = {plan.sweep_id: plan.parent_run_id or ""}
+    sync.send(sync.records_below(folder), tracker, parents, tracker.known(plan.sweep_id))
+
+
+def _way(config: DictConfig) -> Way:
+    """Return how the configured launcher works."""
+    serial = str(config.hydra.launcher._target_).endswith(".BasicLauncher")
+    sweep: Any = OmegaConf.to_container(config.hydra.sweep, resolve=False)
+    return Way(serial, seen=serial or sweep["subdir"] == "${hydra.job.num}")
 
 
 def _move(config: DictConfig, folder: Path) -> None:
@@ -127,7 +151,7 @@ def _quoted(folder: Path) -> str:
     return f"'{text}'"
 
 
-def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool, fresh: bool) -> None:
+def _check_sweep(jobs: Sequence[Job], folder: Path, way: Way, fresh: bool) -> None:
     """Raise ConfigError for what is wrong with the sweep as a whole."""
     faults = []
     if fresh and read_sweep(folder) is not None:
@@ -136,78 +160,14 @@ def _check_sweep(jobs: Sequence[Job], folder: Path, serial: bool, fresh: bool) -
     for key in ("tracking", "sweep"):
         if len({getattr(job.config, key).model_dump_json() for job in jobs}) > 1:
             faults.append(Fault(key, "several values", "must be the same for the whole sweep", "start two sweeps"))
-    options, rule = jobs[0].config.sweep, "needs a launcher that runs one job after the other"
-    if not serial and options.on_failure == "stop":
-        remedy = "use sweep.on_failure=continue, or hydra/launcher=basic"
-        faults.append(Fault("sweep.on_failure", "stop", rule, remedy))
-    if not serial and options.max_failures is not None:
-        faults.append(Fault("sweep.max_failures", options.max_failures, rule, "leave it out, or hydra/launcher=basic"))
+    options = jobs[0].config.sweep
+    if not way.seen:
+        rule = "needs hydra.sweep.subdir as it is, where each run is looked for"
+        for key, value in (("on_failure", options.on_failure), ("max_failures", options.max_failures)):
+            if value not in ("continue", None):
+                faults.append(Fault(f"sweep.{key}", value, rule, "leave one of them out, or hydra/launcher=basic"))
     if faults:
         raise ConfigError(faults)
-
-
-def _launch(jobs: Sequence[Job], launcher: Launcher, serial: bool, plan: SweepRecord, folder: Path, first: int) -> None:
-    """Hand the jobs to the launcher: one by one where it runs them so, to see and say how far it is; else at once.
-
-    Their numbers begin with `first`. One by one, those that cannot fit where an earlier one did not are marked in the
-    plan, where the job finds it.
-    """
-    progress = Progress(len(jobs), serial)
-    too_large: list[Job] = []
-    skipped = 0
-    try:
-        for batch in _batches(len(jobs), serial):
-            if serial:
-                progress.starting(jobs[batch.start].name)
-                if blocker := _blocker(jobs[batch.start], too_large):
-                    plan.skipped[first + batch.start] = f"larger than an out-of-memory setting: {blocker.name}"
-                    skipped += 1
-                    write(plan, folder)
-            words = [jobs[place].overrides for place in batch]
-            returned = launcher.launch(words, initial_job_idx=first + batch.start)
-            found = [_record(job_return) for job_return in returned]
-            del returned  # it would keep a failed job's tensors alive
-            for place, record in zip(batch, found, strict=True):
-                progress.ended(jobs[place].name, record)
-                if record is not None and record.status == "oom":
-                    too_large.append(jobs[place])
-                if serial and _enough(jobs[place].config.sweep, progress.failed):
-                    return
-    finally:
-        progress.close()
-    if skipped:
-        log.warning("%s runs were skipped; sweep.prune=false runs them all the same", skipped)
-
-
-def _enough(options: SweepOptions, failed: int) -> bool:
-    """Tell, and say, whether so many failures end the sweep."""
-    if failed and options.on_failure == "stop":
-        log.warning("stopped after the first failure, as sweep.on_failure=stop says")
-        return True
-    if options.max_failures is not None and failed >= options.max_failures:
-        log.warning("stopped after %s failures, as sweep.max_failures says", failed)
-        return True
-    return False
-
-
-def _blocker(job: Job, too_large: Sequence[Job]) -> Job | None:
-    """Return a job that has run out of memory and needed no more than this one must; None where there is none."""
-    if not job.config.sweep.prune:
-        return None
-    return next((other for other in too_large if needs_as_much(job.config, other.config)), None)
-
-
-def _batches(count: int, serial: bool) -> Iterator[range]:
-    size = 1 if serial else count
-    yield from (range(start, min(start + size, count)) for start in range(0, count, size))
-
-
-def _record(returned: JobReturn) -> Record | None:
-    """Return the record a job has left; None, after a word why, where it could not leave one."""
-    if returned.status == JobStatus.FAILED:
-        log.warning("a run could not leave a record: %s", returned._return_value)
-        return None
-    return None if returned.hydra_cfg is None else read(Path(returned.hydra_cfg.hydra.runtime.output_dir))
 
 
 def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short: Status | None) -> int:

@@ -10,8 +10,19 @@ from accum_sweep import closing, report
 from accum_sweep.config import Tracking
 from accum_sweep.errors import UserError
 from accum_sweep.lock import held
-from accum_sweep.record import LOCK_FILE, RECORD_FILE, Record, Status, SweepRecord, read, sweeps, write
-from accum_sweep.tracking import Tracker, open_tracker
+from accum_sweep.record import (
+    LOCK_FILE,
+    RECORD_FILE,
+    SWEEP_FILE,
+    Record,
+    Status,
+    SweepRecord,
+    read,
+    read_sweep,
+    sweeps,
+    write,
+)
+from accum_sweep.tracking import Tracker, open_tracker, tolerated
 
 SYNC_LOCK = ".sync.lock"
 Known = Mapping[str, tuple[str, bool]]  # see Tracker.known
@@ -44,8 +55,26 @@ def sync(folder: Path) -> str:
             tracker = open_tracker(tracking)
             if tracker is None:
                 raise UserError("sync: the store is away, see above; what was sent before it, is there")
-            _send(found, tracker, done)
+            _send(found, tracker, tracker.known(), done)
     return _in_words(done)
+
+
+def repair(folder: Path) -> int:
+    """Close, on disk and in MLflow, the sweeps in `folder` that a killed process has left open; return how many.
+
+    Nothing is raised where a store is away: the next one tries again.
+    """
+    done: Counter[str] = Counter()
+    for path in folder.glob(f"*/{SWEEP_FILE}"):
+        sweep = read_sweep(path.parent)
+        if sweep is not None and sweep.ended_at is None and sweep.tracking:
+            with held(path.parent / LOCK_FILE) as ours:
+                tracker = open_tracker(Tracking.model_validate(sweep.tracking)) if ours else None
+                if tracker is not None:
+                    with tolerated(f"sweep {sweep.sweep_id}"):
+                        found = Found(list(records_below(path.parent)), [(path.parent, sweep)])
+                        _send(found, tracker, tracker.known(sweep.sweep_id), done)
+    return done["closed"]
 
 
 def _by_store(folder: Path, locks: ExitStack, done: Counter[str]) -> dict[Tracking, Found]:
@@ -71,9 +100,8 @@ def records_below(folder: Path) -> Iterator[tuple[Path, Record]]:
             yield path.parent, record
 
 
-def _send(found: Found, tracker: Tracker, done: Counter[str]) -> None:
+def _send(found: Found, tracker: Tracker, known: Known, done: Counter[str]) -> None:
     """Send runs and sweeps to their store, and close the sweeps that nobody has closed there."""
-    known = tracker.known()
     parents: dict[str, str] = {}
     for path, sweep in found.sweeps:
         there, _ = known.get(sweep.sweep_id, (None, False))

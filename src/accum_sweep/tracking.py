@@ -94,12 +94,13 @@ class Tracker:
             self._client.log_artifacts(run_id, str(folder))
         return run_id
 
-    def known(self) -> dict[str, tuple[str, bool]]:
-        """Return, by run id and by sweep id of ours, the MLflow run id and whether it has ended."""
+    def known(self, sweep_id: str | None = None) -> dict[str, tuple[str, bool]]:
+        """Return, of one sweep or all, by run id and sweep id of ours the MLflow run id and whether it has ended."""
+        which = "" if sweep_id is None else f"tags.`accum_sweep.sweep_id` = '{sweep_id}'"
         found: dict[str, tuple[str, bool]] = {}
         token = None
         while True:
-            page = self._client.search_runs([self._experiment_id], max_results=RUNS_AT_ONCE, page_token=token)
+            page = self._client.search_runs([self._experiment_id], which, max_results=RUNS_AT_ONCE, page_token=token)
             for run in page:
                 tags = run.data.tags
                 own = tags.get("accum_sweep.run_id") or tags.get("accum_sweep.sweep_id")

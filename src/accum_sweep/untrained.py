@@ -11,11 +11,17 @@ from accum_sweep.record import Identity, Record, Status, plain, refuse_second, w
 
 
 def leave(
-    config: Config, folder: Path, identity: Identity, status: Status, reason: str, started: datetime | None = None
+    config: Config,
+    folder: Path,
+    identity: Identity,
+    status: Status,
+    reason: str,
+    started: datetime | None = None,
+    last_words: str | None = None,
 ) -> Record:
     """Write the record of a run of which nothing else is known into `folder`, and return it.
 
-    Raises UserError where the folder holds a run already.
+    `last_words` are those of its process, if it had one. Raises UserError where the folder holds a run already.
     """
     from accum_sweep.device import hardware_name, resolve  # torch; a sweep that begins to skip has loaded it
 
@@ -36,6 +42,7 @@ def leave(
         config=config.model_dump(mode="json"),
         environment=environment.describe()
         | {"device": device and str(device), "device_name": device and hardware_name(device)},
+        traceback=plain(last_words),
         result={"status": status, "reason": plain(reason)},
         sweep_id=identity.sweep_id,
         job_num=identity.job_num,

@@ -1,11 +1,15 @@
 """Where Hydra looks for plugins. It imports this at every start, so the work is elsewhere and imported late."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from hydra.core.utils import JobReturn
 
 
 class AccumSweeper(Sweeper):
@@ -24,3 +28,22 @@ class AccumSweeper(Sweeper):
 
         settings = [f"{key}={value}" for key, value in self.params.items()]
         sweep(settings, arguments, *self._given)
+
+
+class ProcessesLauncher(Launcher):
+    """Runs the jobs of a multirun in processes side by side on this machine."""
+
+    def __init__(self, workers: Any = None, threads: Any = None, fresh: Any = False) -> None:
+        self._keys = workers, threads, fresh
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what Hydra gives; raise ConfigError where a setting is wrong."""
+        from accum_sweep.processes import Options
+
+        self._given = Options(*self._keys), config, hydra_context, task_function
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> "Sequence[JobReturn]":
+        """Run the jobs and return what became of each, in their order."""
+        from accum_sweep.processes import launch
+
+        return launch(job_overrides, initial_job_idx, *self._given)
