@@ -197,13 +197,13 @@ def _execute(
     config: Config, folder: Path, identity: Identity, parent: str | None = None, skipped: str | None = None
 ) -> tuple[Record, str | None]:
     """Execute, or say why not (`skipped`), then track; return the record and where to look at it."""
-    from accum_sweep.tracking import open_tracker, tolerated
+    from accum_sweep.tracking import open_tracker
 
     tracker = open_tracker(config.tracking)
     record = _record(config, folder, identity, skipped)
     look = None
     if tracker is not None:
-        with tolerated(f"run {record.run_id}"):
+        with tracker.tolerant(f"run {record.run_id}"):
             look = tracker.how_to_look(tracker.log_run(record, folder, parent))
     if record.status == "interrupted":
         log.warning("interrupted; what there is stands in %s/record.json", os.path.relpath(folder))

@@ -14,6 +14,7 @@ from accum_sweep.errors import ConfigError, Fault
 
 DEFAULT_URI = "sqlite:///mlflow.db"  # what plain `mlflow ui` shows
 SERVERS = ("http", "https")
+PORTS = {"http": 80, "https": 443, "postgresql": 5432, "mysql": 3306, "mssql": 1433}
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 
 
@@ -32,14 +33,33 @@ def scheme(uri: str, key: str) -> str:
 
 
 def unreachable(uri: str) -> str | None:
-    """Say why a server does not answer; None if it does."""
+    """Say why a tracking server, or a database's, does not answer; None if it does, or is a file."""
     parts = urlsplit(uri)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = parts.port or PORTS.get(parts.scheme.partition("+")[0])
+    if port is None:
+        return None
     try:
         with socket.create_connection((parts.hostname or "", port), timeout=5):
             return None
     except (OSError, UnicodeError) as error:  # a name that is none is a UnicodeError
         return str(error)
+
+
+def check_database(uri: str, key: str) -> None:
+    """Raise ConfigError, which names `key`, where a database's server refuses us: MLflow itself retries for minutes."""
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    engine = create_engine(uri)
+    try:
+        engine.connect().close()
+    except SQLAlchemyError as error:
+        why = str(error.__cause__ or error).strip().splitlines()[-1]
+        raise ConfigError(
+            [Fault(key, uri, f"its server refuses us ({why})", "mend the user, password or name")]
+        ) from error
+    finally:
+        engine.dispose()
 
 
 def prepare_sqlite(uri: str, key: str, create_tables: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ from accum_sweep.jobs import Job, combine
 from accum_sweep.launching import Way
 from accum_sweep.lock import held
 from accum_sweep.record import LOCK_FILE, Status, SweepRecord, read_sweep, write
-from accum_sweep.tracking import Tracker, open_tracker, tolerated
+from accum_sweep.tracking import Tracker, open_tracker
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def _run(
     plan = resume.with_more(plan, jobs)
     write(plan, folder)
     if tracker is not None:
-        with tolerated(f"sweep {plan.sweep_id}"):
+        with tracker.tolerant(f"sweep {plan.sweep_id}"):
             parent = tracker.start_sweep(plan)
             plan = replace(plan, parent_run_id=parent)
             write(plan, folder)
@@ -102,7 +102,7 @@ def _run(
         for left in reversed(range(jobs[0].config.sweep.retries + 1) if jobs else ()):
             outcome = launching.launch(jobs, launcher, way, plan, folder, retried=left > 0)
             if outcome.lost and tracker is not None:
-                with tolerated(f"sweep {plan.sweep_id}"):
+                with tracker.tolerant(f"sweep {plan.sweep_id}"):
                     _send(plan, folder, tracker)
             jobs = outcome.again
             if not left or not jobs or outcome.stopped:
@@ -178,7 +178,7 @@ def _finish(plan: SweepRecord, folder: Path, tracker: Tracker | None, cut_short:
     plan, unfinished, tables = closing.close(plan, folder)
     look = None
     if tracker is not None and plan.parent_run_id is not None:
-        with tolerated(f"sweep {plan.sweep_id}"):
+        with tracker.tolerant(f"sweep {plan.sweep_id}"):
             closing.tell(plan, folder, tracker, unfinished, report.markdown(tables), cut_short)
             look = tracker.how_to_look(plan.parent_run_id)
     print(report.text(tables))

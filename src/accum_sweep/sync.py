@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accum_sweep import closing, report
 from accum_sweep.config import Tracking
-from accum_sweep.errors import UserError
+from accum_sweep.errors import UserError, without_secrets
 from accum_sweep.lock import held
 from accum_sweep.record import (
     LOCK_FILE,
@@ -22,7 +22,7 @@ from accum_sweep.record import (
     sweeps,
     write,
 )
-from accum_sweep.tracking import Tracker, open_tracker, tolerated
+from accum_sweep.tracking import Tracker, open_tracker
 
 SYNC_LOCK = ".sync.lock"
 Known = Mapping[str, tuple[str, bool]]  # see Tracker.known
@@ -55,7 +55,15 @@ def sync(folder: Path) -> str:
             tracker = open_tracker(tracking)
             if tracker is None:
                 raise UserError("sync: the store is away, see above; what was sent before it, is there")
-            _send(found, tracker, tracker.known(), done)
+            try:
+                _send(found, tracker, tracker.known(), done)
+            except UserError:
+                raise
+            except Exception as error:  # MLflow and the drivers below it raise what they like
+                why = without_secrets(str(error).partition("\n")[0])
+                raise UserError(
+                    f"sync: the store does not take all ({why}); what was sent is there, try again"
+                ) from error
     return _in_words(done)
 
 
@@ -71,7 +79,7 @@ def repair(folder: Path) -> int:
             with held(path.parent / LOCK_FILE) as ours:
                 tracker = open_tracker(Tracking.model_validate(sweep.tracking)) if ours else None
                 if tracker is not None:
-                    with tolerated(f"sweep {sweep.sweep_id}"):
+                    with tracker.tolerant(f"sweep {sweep.sweep_id}"):
                         found = Found(list(records_below(path.parent)), [(path.parent, sweep)])
                         _send(found, tracker, tracker.known(sweep.sweep_id), done)
     return done["closed"]

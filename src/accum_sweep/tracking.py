@@ -38,6 +38,10 @@ LONGEST_VALUE = 6000  # characters of a parameter or tag; MLflow cuts the rest o
 LONGEST_TAG = 8000  # of a run's description
 
 
+class _AwayError(Exception):
+    """The store has been away, and still is."""
+
+
 class Tracker:
     """An open experiment in one MLflow store."""
 
@@ -49,9 +53,37 @@ class Tracker:
         self._experiment_id = experiment_id
         self._server = server
         self._from_environment = from_environment
+        self._away = False  # when it was last spoken to
+
+    @contextlib.contextmanager
+    def tolerant(self, what: str) -> Iterator[None]:
+        """Turn a failure to write to the store into a warning: the record on disk has everything.
+
+        That the store is away is said once. Until it answers again, it is not spoken to.
+        """
+        try:
+            yield
+        except _AwayError:
+            log.debug("%s is not told", what)
+        except Exception as error:  # MLflow and the drivers below it raise what they like
+            log.debug("MLflow's own words", exc_info=True)
+            if trouble := store.unreachable(self._uri):
+                self._away = True
+                _warn_away(self._uri, trouble)
+            else:
+                log.warning("MLflow does not take %s (%s); its folder has everything", what, _first_line(error))
+
+    def _knock(self) -> None:
+        """Raise _AwayError where the store was away and still is: MLflow itself would try for long."""
+        if self._away:
+            if trouble := store.unreachable(self._uri):
+                raise _AwayError(trouble)
+            self._away = False
+            log.info("MLflow answers again; `python -m accum_sweep sync` sends what it missed")
 
     def start_sweep(self, sweep: SweepRecord) -> str:
         """Create the parent run of a sweep, or open it again, and return its MLflow run id."""
+        self._knock()
         if sweep.parent_run_id is not None:
             self._client.update_run(sweep.parent_run_id, "RUNNING")
             return sweep.parent_run_id
@@ -67,6 +99,7 @@ class Tracker:
         """Close the parent run; `note` is Markdown and becomes its description."""
         from mlflow.entities import Metric
 
+        self._knock()
         run_id, ended_at = sweep.parent_run_id or "", sweep.ended_at or ""
         with self._ending(run_id, status, ended_at):
             link = f"\n\n[Compare the runs in charts]({self._charts(run_id)})"
@@ -83,6 +116,7 @@ class Tracker:
         """
         from mlflow.entities import Param
 
+        self._knock()
         run_id = run_id or self._create_run(record.name, _tags(record, parent_run_id), record.started_at)
         with self._ending(run_id, record.status, record.ended_at):
             params = [Param(key, _cut(_as_text(value))) for key, value in flatten(record.config).items()]
@@ -161,10 +195,12 @@ def open_tracker(settings: Tracking) -> Tracker | None:
     scheme = store.scheme(uri, key)
     if scheme == "sqlite":
         store.prepare_sqlite(uri, key, _create_tables)
-    elif scheme in store.SERVERS and (trouble := store.unreachable(uri)):
+    elif trouble := store.unreachable(uri):
         _warn_away(uri, trouble)
         return None
     try:
+        if scheme not in ("sqlite", *store.SERVERS):
+            store.check_database(uri, key)
         return _open(uri, scheme in store.SERVERS, settings.experiment, from_environment)
     except ConfigError:
         raise
@@ -178,18 +214,9 @@ def open_tracker(settings: Tracking) -> Tracker | None:
         return None
 
 
-@contextlib.contextmanager
-def tolerated(what: str) -> Iterator[None]:
-    """Turn a failure to write to MLflow into a warning: the record on disk has everything."""
-    try:
-        yield
-    except Exception as error:  # MLflow and the drivers below it raise what they like
-        log.warning("MLflow does not take %s (%s); its folder has everything", what, _first_line(error))
-        log.debug("MLflow's own words", exc_info=True)
-
-
 def _warn_away(uri: str, trouble: str) -> None:
-    log.warning("MLflow at %s is away (%s): runs are kept in their folders only", without_secrets(uri), trouble)
+    missed = "runs are kept in their folders; `python -m accum_sweep sync` sends them when it is back"
+    log.warning("MLflow at %s is away (%s): %s", without_secrets(uri), trouble, missed)
 
 
 def _open(uri: str, server: bool, experiment: str, from_environment: bool) -> Tracker:
@@ -197,6 +224,7 @@ def _open(uri: str, server: bool, experiment: str, from_environment: bool) -> Tr
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
+    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # each of its retries is a warning
     client = MlflowClient(tracking_uri=uri)
     found = client.get_experiment_by_name(experiment)
     if found is None:
