@@ -1,26 +1,22 @@
 """Real stores: SQLite, PostgreSQL, and an MLflow server that also keeps the files. Each is given every run, once."""
 
-import contextlib
 import os
 import pwd
 import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.server import Server, free_port
 from mlflow import MlflowClient
 
 from accum_sweep.record import records
@@ -31,12 +27,6 @@ pytestmark = pytest.mark.slow
 PASSWORD = f"hush-{secrets.token_hex(8)}"
 SWEPT = ("-m", "lr=0.1,1e30", "seed=0,1,2", "steps=5")
 SIDE_BY_SIDE = ("hydra/launcher=processes", "hydra.launcher.workers=3")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def initdb() -> Path | None:
@@ -96,49 +86,10 @@ def database(postgresql: str) -> str:
     return f"{postgresql}/{name}"
 
 
-class Server:
-    """An MLflow server with its files, which can be ended and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._port = folder, free_port()
-        self.address = f"http://127.0.0.1:{self._port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [Path(sysconfig.get_path("scripts")) / "mlflow", "server", "--port", str(self._port)]
-        command += ["--backend-store-uri", f"sqlite:///{self._folder}/store.db"]
-        command += ["--artifacts-destination", f"{self._folder}/files"]
-        quick = {"MLFLOW_WORKERS": "1", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        self._process = subprocess.Popen(
-            command,
-            cwd=self._folder,
-            env={**os.environ, **quick},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                if urllib.request.urlopen(f"{self.address}/health", timeout=5).status == 200:
-                    return
-            assert time.monotonic() < deadline, "the server does not answer"
-            time.sleep(0.2)
-
-    def end(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-
-
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    found = Server(tmp_path_factory.mktemp("server"))
-    found.start()
-    yield found
-    found.end()
+    with Server(tmp_path_factory.mktemp("server")) as found:
+        yield found
 
 
 def everything(address: str) -> tuple[list[Any], MlflowClient]:

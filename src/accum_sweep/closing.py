@@ -1,5 +1,6 @@
 """The end of a sweep: its record closed, its table written, its parent run in MLflow ended."""
 
+import logging
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -8,17 +9,25 @@ from accum_sweep import report, summary
 from accum_sweep.record import Status, SweepRecord, records, write
 from accum_sweep.tracking import Tracker
 
+log = logging.getLogger(__name__)
+
 TABLE_FILE = "summary.csv"
 
 
 def close(plan: SweepRecord, folder: Path) -> tuple[SweepRecord, int, list[summary.Comparison]]:
-    """Close the record of a sweep and write its table; return it, how many runs did not finish, and the tables."""
+    """Close the record of a sweep and write its table; return it, how many runs did not finish, and the tables.
+
+    Where the disk is full, the tables are returned even so; the sweep stays open on disk, for the next one to close.
+    """
     plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
-    write(plan, folder)
     own = [record for record in records(folder) if record.sweep_id == plan.sweep_id]
     unfinished = plan.size - sum(record.status == "finished" for record in own)
     frame = summary.to_frame(own)
-    report.write_csv(frame, folder / TABLE_FILE)
+    try:
+        report.write_csv(frame, folder / TABLE_FILE)
+        write(plan, folder)
+    except OSError as error:
+        log.error("%s: the sweep's end and table cannot be written (%s)", folder, error.strerror)
     return plan, unfinished, summary.compare(frame)
 
 

@@ -111,7 +111,10 @@ class _Course:
         ]
         self._plan.skipped.update(dict.fromkeys(numbers, reason))
         if numbers:
-            write(self._plan, self._folder)
+            try:
+                write(self._plan, self._folder)
+            except OSError as error:
+                log.warning("%s runs cannot be told that they need not run (%s)", len(numbers), error.strerror)
         return len(numbers)
 
 
