@@ -37,7 +37,7 @@ def importers(package: str) -> set[str]:
     ("package", "allowed"),
     [
         ("mlflow", {"tracking.py"}),
-        ("hydra", {"app.py", "compose.py", "jobs.py", "launching.py", "processes.py", "sweep.py"}),
+        ("hydra", {"app.py", "compose.py", "conduct.py", "jobs.py", "launching.py", "processes.py", "sweep.py"}),
         ("omegaconf", {"app.py", "compose.py", "jobs.py", "processes.py", "sweep.py"}),
         ("pandas", {"summary.py", "report.py"}),
     ],

@@ -98,13 +98,13 @@ def _pairs(options: SweepOptions | None, overrides: Sequence[Override]) -> list[
         missing = next((pair for pair in options.pairs if key not in pair), None)
         if missing is not None:
             raise ConfigError([Fault("sweep.pairs", missing, f"has no {key}, which others have", "give it a value")])
-    return [[f"{key}={_word(value)}" for key, value in pair.items()] for pair in options.pairs]
+    return [[f"{key}={word(value)}" for key, value in pair.items()] for pair in options.pairs]
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
     """Return a value as Hydra reads it."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_word(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{word(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_word, value)) + "]"
     if value is None or isinstance(value, bool):
