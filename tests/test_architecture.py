@@ -37,8 +37,12 @@ def importers(package: str) -> set[str]:
     ("package", "allowed"),
     [
         ("mlflow", {"tracking.py"}),
-        ("hydra", {"app.py", "compose.py", "conduct.py", "jobs.py", "launching.py", "processes.py", "sweep.py"}),
-        ("omegaconf", {"app.py", "compose.py", "jobs.py", "processes.py", "sweep.py"}),
+        (
+            "hydra",
+            {"app.py", "compose.py", "conduct.py", "jobs.py", "launching.py", "processes.py", "search.py", "sweep.py"},
+        ),
+        ("omegaconf", {"app.py", "compose.py", "jobs.py", "processes.py", "search.py", "sweep.py"}),
+        ("optuna", {"pruning.py", "search.py"}),
         ("pandas", {"summary.py", "report.py"}),
     ],
 )

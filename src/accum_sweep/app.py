@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -25,12 +25,15 @@ from accum_sweep.check import check
 from accum_sweep.compose import COMPOSITION_ERRORS, CONF, HYDRA_VERSION_BASE, as_dict, compose, explain
 from accum_sweep.config import Config
 from accum_sweep.errors import ConfigError, Fault, RunsFailed, UserError, interrupted, nearest, without_secrets
-from accum_sweep.record import RECORD_FILE, RUNS_FOLDER, Identity, Record, read_sweep
+from accum_sweep.record import RECORD_FILE, RUNS_FOLDER, Identity, Record, SweepRecord, read_sweep
 from accum_sweep.verbs import VERBS
+
+if TYPE_CHECKING:
+    from accum_sweep.training import Judge
 
 log = logging.getLogger(__name__)
 
-OUR_SWEEPER = "hydra_plugins.accum_sweep.AccumSweeper"
+OUR_SWEEPERS = ("hydra_plugins.accum_sweep.AccumSweeper", "hydra_plugins.accum_sweep.SearchSweeper")
 QUIET = [f"hydra.{kind}_logging.loggers.accum_sweep.level=WARNING" for kind in ("job", "hydra")]
 
 
@@ -135,7 +138,7 @@ def _check_hydra(config: DictConfig) -> None:
         rule = "would move each run away from its records and database"
         faults.append(Fault("hydra.job.chdir", "true", rule, "leave it out"))
     sweeper = str(config.hydra.sweeper._target_)
-    if sweeper != OUR_SWEEPER:
+    if sweeper not in OUR_SWEEPERS:
         faults.append(Fault("hydra/sweeper", sweeper, "keeps no record of the sweep", "leave it out"))
     if faults:
         raise ConfigError(faults)
@@ -164,7 +167,8 @@ def task(composed: DictConfig) -> float | None:
         assert sweep is not None, "the sweeper writes the sweep before its first job"
         number = int(job.job.num)
         identity = Identity(f"{sweep.sweep_id}/{number}", sweep.names[number], overrides, sweep.sweep_id, number)
-        record, _ = _execute(config, folder, identity, sweep.parent_run_id, sweep.skipped.get(number))
+        judge = _judge(sweep, number, Path(job.sweep.dir))
+        record, _ = _execute(config, folder, identity, sweep.parent_run_id, sweep.skipped.get(number), judge)
         return record.metrics.get("last_loss")
     record, look = _single(config, folder, overrides)
     log.info("%s", "\n".join(filter(None, [f"record: {os.path.relpath(folder)}/record.json", look])))
@@ -193,14 +197,27 @@ def _single(config: Config, folder: Path, overrides: list[str]) -> tuple[Record,
     return _execute(config, folder, Identity(folder.name, " ".join(overrides) or config.problem.name, overrides))
 
 
+def _judge(sweep: SweepRecord, number: int, folder: Path) -> "Judge | None":
+    if not sweep.search:
+        return None
+    from accum_sweep.pruning import judge
+
+    return judge(sweep, number, folder)
+
+
 def _execute(
-    config: Config, folder: Path, identity: Identity, parent: str | None = None, skipped: str | None = None
+    config: Config,
+    folder: Path,
+    identity: Identity,
+    parent: str | None = None,
+    skipped: str | None = None,
+    judge: "Judge | None" = None,
 ) -> tuple[Record, str | None]:
     """Execute, or say why not (`skipped`), then track; return the record and where to look at it."""
     from accum_sweep.tracking import open_tracker
 
     tracker = open_tracker(config.tracking)
-    record = _record(config, folder, identity, skipped)
+    record = _record(config, folder, identity, skipped, judge)
     look = None
     if tracker is not None:
         with tracker.tolerant(f"run {record.run_id}"):
@@ -211,7 +228,7 @@ def _execute(
     return record, look
 
 
-def _record(config: Config, folder: Path, identity: Identity, skipped: str | None) -> Record:
+def _record(config: Config, folder: Path, identity: Identity, skipped: str | None, judge: "Judge | None") -> Record:
     if skipped is not None:
         from accum_sweep.untrained import leave
 
@@ -222,4 +239,4 @@ def _record(config: Config, folder: Path, identity: Identity, skipped: str | Non
         return execute_apart(config, folder, identity)
     from accum_sweep.execute import execute
 
-    return execute(config, folder, identity)
+    return execute(config, folder, identity, judge)

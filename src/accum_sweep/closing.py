@@ -21,7 +21,7 @@ def close(plan: SweepRecord, folder: Path) -> tuple[SweepRecord, int, list[summa
     """
     plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
     own = [record for record in records(folder) if record.sweep_id == plan.sweep_id]
-    unfinished = plan.size - sum(record.status == "finished" for record in own)
+    unfinished = plan.size - sum(record.status in ("finished", "pruned") for record in own)
     frame = summary.to_frame(own)
     try:
         report.write_csv(frame, folder / TABLE_FILE)

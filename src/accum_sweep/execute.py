@@ -26,18 +26,19 @@ from accum_sweep.precision import matrix_products
 from accum_sweep.process_group import disband, joined
 from accum_sweep.record import Identity, Record, Status, plain, refuse_second, write, write_companions
 from accum_sweep.sketch import sketch
-from accum_sweep.training import State, Training, train_and_measure
+from accum_sweep.training import Judge, Pruned, State, Training, train_and_measure
 
 log = logging.getLogger(__name__)
 
 SMALL_MODEL = 1000  # weights; up to here they stand in the record in full
 
 
-def execute(config: Config, folder: Path, identity: Identity) -> Record:
+def execute(config: Config, folder: Path, identity: Identity, judge: Judge | None = None) -> Record:
     """Train as `config` says, write `record.json` and its companions into `folder`, and return the record.
 
     The global random state is as before when this returns. An interrupt becomes the status `interrupted`; the caller
-    decides whether to stop. Raises UserError where the folder holds a run already.
+    decides whether to stop. A `judge` may end it early, as `pruned`. Raises UserError where the folder holds a run
+    already.
     """
     refuse_second(folder)
     started = datetime.now(UTC)
@@ -60,9 +61,11 @@ def execute(config: Config, folder: Path, identity: Identity) -> Record:
                 config, chosen = decision.config, decision.found
                 training.stage = "building the problem"
             with joined(device, config.processes):
-                train_and_measure(config, device, training, repeats=bool(chosen))
+                train_and_measure(config, device, training, repeats=bool(chosen), judge=judge)
     except DoesNotFit as error:
         status, reason, chosen = "oom", str(error), error.found
+    except Pruned as error:
+        status, reason = "pruned", str(error)
     except UserError as error:
         status, reason = "failed", str(error)
     except KeyboardInterrupt:

@@ -106,7 +106,7 @@ def word(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{word(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(map(_word, value)) + "]"
+        return "[" + ",".join(map(word, value)) + "]"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     text = str(value)

@@ -37,7 +37,7 @@ class Progress:
         self._done += 1
         skipped = record is not None and record.status == "skipped"
         self._skipped += skipped
-        self.failed += not skipped and (record is None or record.status != "finished")
+        self.failed += not skipped and (record is None or record.status not in ("finished", "pruned"))
         if self._live:
             self._renew(f"{self._state()}  {name}")
         elif record is None:

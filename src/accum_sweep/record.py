@@ -13,8 +13,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -31,7 +32,7 @@ LOCK_FILE = ".lock"  # beside it, held by the process that is at work on the swe
 RUNS_FOLDER = "runs"
 VERSION = 1
 
-Status = Literal["finished", "diverged", "oom", "failed", "interrupted", "skipped"]
+Status = Literal["finished", "diverged", "oom", "failed", "interrupted", "skipped", "pruned"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,17 @@ class SweepRecord:
     ended_at: str | None = None
     skipped: dict[int, str] = field(default_factory=dict)  # why, by number: jobs that are not to be run
     keys: list[str] = field(default_factory=list)  # by number; a job that is run again has a number of its own
+    search: dict[str, Any] = field(default_factory=dict)  # of one: keys, objectives, trials by job number
     tracking: dict[str, Any] = field(default_factory=dict)  # where its runs are kept beside their folders
     version: int = VERSION
+
+    @classmethod
+    def begun(
+        cls, sweep_id: str, overrides: Sequence[str], name: str, tracking: dict[str, Any], **more: Any
+    ) -> "SweepRecord":
+        """Return what a new one is, of which no job has a number yet."""
+        created = datetime.now(UTC).isoformat()
+        return cls(sweep_id, created, list(overrides), [], [], name, tracking=tracking, **more)
 
     @property
     def size(self) -> int:

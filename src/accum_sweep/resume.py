@@ -23,7 +23,7 @@ def find(which: str, folder: Path) -> tuple[Path, SweepRecord]:
     known = sweeps(folder) or sweeps(folder.parent)
     for path, sweep in reversed(known):
         if which in ("latest", sweep.sweep_id):
-            if not sweep.keys:
+            if not sweep.keys and not sweep.search:
                 rule = "was made by an accum-sweep that kept no keys, and cannot be continued"
                 raise ConfigError([Fault("sweep.resume", which, rule, "start it anew")])
             return path, sweep

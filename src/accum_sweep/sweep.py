@@ -7,7 +7,6 @@ the first job; jobs find themselves in it by their number.
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,7 @@ def _plan(folder: Path, arguments: Sequence[str], params: Sequence[str], jobs: S
     swept = (
         " ".join([*pairs, *(text for text in [*params, *arguments] if text not in jobs[0].overrides)]) or jobs[0].name
     )
-    created = datetime.now(UTC).isoformat()
-    tracking = jobs[0].config.tracking.model_dump()
-    return SweepRecord(folder.name, created, list(arguments), [], [], swept, tracking=tracking)
+    return SweepRecord.begun(folder.name, arguments, swept, jobs[0].config.tracking.model_dump())
 
 
 def _resumed(plan: SweepRecord, folder: Path, jobs: list[Job], extend: bool) -> tuple[list[Job], SweepRecord]:

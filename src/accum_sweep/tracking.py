@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# All others: FAILED. MLflow has no word for what was never begun.
-ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "skipped": "KILLED"}
+# All others: FAILED. MLflow has no word for what was never begun, or is ended early.
+ENDED: dict[Status, str] = {"finished": "FINISHED", "interrupted": "KILLED", "skipped": "KILLED", "pruned": "KILLED"}
 RUNS_AT_ONCE = 1000
 METRICS_AT_ONCE = 1000  # that is what MLflow takes
 PARAMS_AT_ONCE = 100

@@ -30,7 +30,13 @@ from accum_sweep.repeat import Repeating
 from accum_sweep.short_pass import measure
 
 NO_GRADIENT = "step_in_backward=true lets go of each gradient before there is a whole one to compare"
+Judge = Callable[[float, float], str | None]
+"""(part of the training done, loss of the window) -> why to end it; None to go on."""
 State = dict[str, Tensor]  # a model's weights and buffers by name, on the CPU
+
+
+class Pruned(Exception):  # noqa: N818 - a run's outcome
+    """A training was ended by its judge. The message says why."""
 
 
 @dataclass
@@ -55,11 +61,14 @@ class Training:
     repeated: list[str] = field(default_factory=list)  # windows whose memory ran out: see Repeating
 
 
-def train_and_measure(config: Config, device: torch.device, so_far: Training, repeats: bool = False) -> None:
+def train_and_measure(
+    config: Config, device: torch.device, so_far: Training, repeats: bool = False, judge: Judge | None = None
+) -> None:
     """Train as `config` says and fill `so_far`. Seeds torch's global generator.
 
     Where it `repeats`, a window whose memory runs out is repeated in smaller micro-batches, not under FSDP.
-    Where several processes train together, each of them calls this, and what it fills is the same on all.
+    Raises Pruned where the `judge` says so. Where several processes train together, each of them calls this, and what
+    it fills is the same on all.
     """
     torch.manual_seed(config.seed)
     problem = config.problem.build(precision.weights_dtype(config.precision))
@@ -80,7 +89,7 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training, re
     so_far.initial = _state(model)
     so_far.weights = [name for name, _ in ranks.unwrapped(model).named_parameters()]
     loss = in_precision(config, problem.loss, device)
-    steps = count_windows(config) if config.lr_schedule == "cosine" else 1  # the others do not ask
+    steps = count_windows(config) if config.lr_schedule == "cosine" or judge else 1  # the others do not ask
     lr_at = functools.partial(optimizers.lr_factor, config.lr_schedule, config.warmup_steps, steps)
     end = boundary(config, model, device, steps)
     clock = Clock(device)
@@ -136,6 +145,8 @@ def train_and_measure(config: Config, device: torch.device, so_far: Training, re
         so_far.history.add(step)
         if referee is not None:
             referee.ended(step)
+        if judge is not None and (why := judge(len(so_far.samples) / steps, step.loss)):
+            raise Pruned(why)
     so_far.seconds = clock.seconds()
     so_far.stage = "evaluating"
     if referee is not None:

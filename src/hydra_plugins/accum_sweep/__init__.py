@@ -30,6 +30,26 @@ class AccumSweeper(Sweeper):
         sweep(settings, arguments, *self._given)
 
 
+class SearchSweeper(Sweeper):
+    """Tries what Optuna says, and keeps records as AccumSweeper does."""
+
+    def __init__(self, params: Mapping[str, Any], minimize: Any, maximize: Any, **keys: Any) -> None:
+        self.params = dict(params)
+        named = {"minimize": minimize, "maximize": maximize}
+        self._keys = keys | {key: value if isinstance(value, str) else list(value) for key, value in named.items()}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what Hydra gives."""
+        self._given = config, hydra_context, task_function
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run the search that the command line and `hydra.sweeper.params` describe."""
+        from accum_sweep.search import Options, search
+
+        settings = [f"{key}={value}" for key, value in self.params.items()]
+        search(settings, arguments, Options(**self._keys), *self._given)
+
+
 class ProcessesLauncher(Launcher):
     """Runs the jobs of a multirun in processes side by side on this machine."""
 
