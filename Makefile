@@ -28,7 +28,7 @@ wheel: .venv/dev
 	@touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
-	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql]'
+	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql,optuna]'
 	@touch $@ .venv/run
 
 clean:
