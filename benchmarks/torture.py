@@ -159,7 +159,8 @@ def _table(folder: Path) -> pandas.DataFrame:
 def _differences(table: pandas.DataFrame, other: pandas.DataFrame) -> list[str]:
     if list(table.columns) != list(other.columns) or len(table) != len(other):
         return [f"the table is another: {table.shape} and {other.shape}"]
-    return [f"column {name} differs" for name in table.columns if not table[name].equals(other[name])]
+    differing = [name for name in table.columns if not table[name].equals(other[name])]
+    return [f"column {name} differs: {list(table[name])} and {list(other[name])}" for name in differing]
 
 
 def report(outcome: Outcome, runs: int, launcher: str, server: bool, seed: int, seconds: float) -> str:

@@ -165,6 +165,14 @@ def test_processes_are_kept_unless_fresh_ones_are_wanted(cli: Cli, folder: Path)
     assert sorted(fresh.values()) == [["f 3"], ["g 3"], ["h 3"]]
 
 
+def test_a_run_alone_has_as_many_threads_as_among_others(cli: Cli, folder: Path) -> None:
+    """Else what is run again, when a sweep goes on, would be rounded otherwise."""
+    cores = len(os.sched_getaffinity(0))
+    words = ("-m", "hydra/launcher=processes", f"hydra.launcher.workers={cores}", *odd("alone"), "tracking=none")
+    assert cli(*words).returncode == 0
+    assert list(processes(folder).values()) == [["alone 1"]]
+
+
 @pytest.mark.parametrize("launcher", ["processes", "basic"])
 def test_what_fails_by_bad_luck_is_tried_again(cli: Cli, folder: Path, launcher: str) -> None:
     unlucky = "unlucky_once" if launcher == "processes" else "fine"

@@ -209,7 +209,7 @@ def test_a_server_that_goes_away_and_comes_back_misses_nothing(cli: Cli, tmp_pat
 
 
 def test_a_server_that_is_restarted_in_between_is_given_what_follows(cli: Cli, tmp_path: Path, server: Server) -> None:
-    words = ("-m", "seed=range(0,40)", "problem=digits_mlp", "epochs=2", f"tracking.uri={server.address}")
+    words = ("-m", "seed=range(0,20)", "problem=digits_mlp", "epochs=2", f"tracking.uri={server.address}")
     said = tmp_path / "said"
     with said.open("w") as file:
         command = [sys.executable, "-m", "accum_sweep", *words]
@@ -217,14 +217,15 @@ def test_a_server_that_is_restarted_in_between_is_given_what_follows(cli: Cli, t
         wait_for(lambda: len(list((tmp_path / "runs").rglob("record.json"))) >= 2)
         server.end()
         wait_for(lambda: "is away" in said.read_text())
+        process.send_signal(signal.SIGSTOP)  # however long the server takes to start: there is work left
         server.start()
-        assert process.poll() is None, "it is still at work"
+        process.send_signal(signal.SIGCONT)
         assert process.wait(timeout=240) == 0, said.read_text()
     assert "MLflow answers again" in said.read_text()
     sent = {run.data.tags.get("accum_sweep.run_id") for run in everything(server.address)[0]}
     last = max(records(tmp_path / "runs"), key=lambda record: record.job_num or 0)
     assert last.run_id in sent
-    assert len(sent) < 40
+    assert len(sent) < 20
     assert cli("sync").returncode == 0
     check_all_there(server.address, tmp_path)
 

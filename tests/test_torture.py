@@ -18,7 +18,7 @@ from conftest import Cli
 pytestmark = pytest.mark.slow
 SWEPT = ("-q", "-m", "seed=range(0,6)", "problem=digits_mlp", "epochs=1", "tracking=none")
 PLANTED = {
-    # A record is written in two halves, at its own place.
+    # A record is written in two halves, at its own place; long is the wait for the other one in run 2.
     "not atomic": """
 import accum_sweep.record, time
 def write(path, text):
@@ -26,7 +26,8 @@ def write(path, text):
     with path.open("w") as file:
         file.write(text[:half])
         file.flush()
-        time.sleep(1.0)
+        if path.parent.name == "2":
+            time.sleep(60)
         file.write(text[half:])
 accum_sweep.record.write_atomically = write
 """,
@@ -35,7 +36,8 @@ accum_sweep.record.write_atomically = write
 import os, time
 fsync = os.fsync
 def slow(file):
-    time.sleep(0.5)
+    if "/2/" in os.readlink(f"/proc/self/fd/{file}"):
+        time.sleep(60)
     fsync(file)
 os.fsync = slow
 """,
@@ -110,13 +112,21 @@ def test_two_that_go_on_at_once_do_not_run_the_same_twice(tmp_path: Path, fault:
     process.kill()
     process.wait()
     environment = {} if fault is None else planted(tmp_path, fault)
-    both = [begin(tmp_path, "sweep.resume=latest", "epochs=1", **environment) for _ in range(2)]
-    codes = sorted(process.wait(timeout=120) for process in both)
+    first = begin(tmp_path, "sweep.resume=latest", **environment)
+    try:
+        wait_for(lambda: list((tmp_path / "runs").rglob("6")))  # the first of the runs that it makes anew
+        first.send_signal(signal.SIGSTOP)  # however fast the machine is: it is at work while the other one comes
+        second = begin(tmp_path, "sweep.resume=latest", **environment).wait(timeout=120)
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert first.wait(timeout=120) == 0
     if fault is None:
-        assert codes == [0, 2]
+        assert second == 2
         assert finished(tmp_path) == {f"seed={seed}": 1 for seed in range(6)}
     else:
-        assert finished(tmp_path) != {f"seed={seed}": 1 for seed in range(6)}, "the control: the lock is needed"
+        assert second == 0
+        twice = [name for name, times in finished(tmp_path).items() if times > 1]
+        assert twice, "the control: the lock is needed"
 
 
 @pytest.mark.parametrize("fault", [None, "no key check"])

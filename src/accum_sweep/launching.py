@@ -55,7 +55,7 @@ def launch(
                 )
             for place, result in zip(batch, returned, strict=True):
                 lost = lost or isinstance(result._return_value, ProcessDied)
-                if place not in course.records:
+                if place not in course.over:
                     record = _record(result) or read(folders[place])
                     course.ended(place, record or _leave(jobs[place], plan, first + place, folders[place], result))
             del returned, result  # they would keep a failed job's tensors alive
@@ -65,7 +65,7 @@ def launch(
         course.progress.close()
     if course.skipped:
         log.warning("%s runs were skipped; sweep.prune=false runs them all the same", course.skipped)
-    again = [jobs[place] for place, record in course.records.items() if record is None or _may_pass(record)]
+    again = [jobs[place] for place, may_pass in course.over.items() if may_pass]
     return Outcome(again, lost, course.stopped)
 
 
@@ -78,13 +78,13 @@ class _Course:
         self._jobs, self._plan, self._folder, self._first = jobs, plan, folder, first
         self._options, self._retried = jobs[0].config.sweep, retried
         self.progress = Progress(len(jobs), way.seen)
-        self.records: dict[int, Record | None] = {}
+        self.over: dict[int, bool] = {}  # by place: whether it may do better another time
         self.skipped = 0
         self.stopped = False
 
     def ended(self, place: int, record: Record | None) -> None:
         """Take down what became of a job."""
-        self.records[place] = record
+        self.over[place] = record is None or _may_pass(record)
         self.progress.ended(self._jobs[place].name, record)
         if record is not None and record.status == "oom" and self._options.prune:
             too_large = self._jobs[place]
@@ -107,7 +107,7 @@ class _Course:
         numbers = [
             self._first + place
             for place, job in enumerate(self._jobs)
-            if place not in self.records and self._first + place not in self._plan.skipped and which(job)
+            if place not in self.over and self._first + place not in self._plan.skipped and which(job)
         ]
         self._plan.skipped.update(dict.fromkeys(numbers, reason))
         if numbers:

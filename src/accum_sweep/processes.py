@@ -59,12 +59,13 @@ def launch(
     setup_globals()
     gpus = _gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(options.workers or len(gpus) or cores, len(job_overrides))
+    workers = options.workers or len(gpus) or cores
+    # However few the jobs are: one that is made later, alone, is to be rounded as it would have been among the others.
     threads = options.threads or max(1, cores // workers)
     packed = cloudpickle.dumps((config, context, task, Singleton.get_state()))
     jobs = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, start=first)]
     begin = functools.partial(_begin, packed=packed, threads=threads, gpus=gpus)
-    returned = work(jobs, begin, workers, options.fresh, PRELOADED)
+    returned = work(jobs, begin, min(workers, len(jobs)), options.fresh, PRELOADED)
     return [_lost(found) if isinstance(found, Died) else found for found in returned]
 
 

@@ -13,9 +13,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -201,12 +202,15 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 T = TypeVar("T", Record, SweepRecord)
 
 
+_checks: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)  # to make one takes longer than to read many records
+
+
 def _from_json(cls: type[T], content: dict[str, Any], path: Path) -> T:
     number = content.get("version", 0)
     if isinstance(number, int) and number > VERSION:
         raise UserError(f"{path} was written by a newer accum-sweep; update this one to read it")
     try:
-        return TypeAdapter(cls).validate_python(content)
+        return _checks(cls).validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
