@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from warm import Warm
+
 # Settings of whoever runs the tests that would change what the product does.
 FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_BACKEND_STORE_URI", "HYDRA_FULL_ERROR")
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is there: tests run side by side, and so do the programs they start
@@ -48,15 +50,25 @@ def _nothing_leaks() -> Iterator[None]:
     assert not alive, "threads leaked"
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
-    """`python -m accum_sweep WORDS` in the test's own folder."""
+@pytest.fixture(scope="session")
+def warm(_own_environment: None) -> Iterator[Warm]:
+    process = Warm()
+    yield process
+    process.end()
 
-    def run(*words: str, cwd: Path = tmp_path, **environment: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "accum_sweep", *words]
-        done = subprocess.run(
-            command, cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
-        )
+
+@pytest.fixture
+def cli(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Cli:
+    """`python -m accum_sweep WORDS` in the test's own folder, forked from a process that has the libraries loaded."""
+    said = tmp_path_factory.getbasetemp() / "said"
+
+    def run(*words: str, cwd: Path = tmp_path, **more: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **more}
+        if warm.takes(environment):
+            done = warm.run(words, cwd, environment, said, timeout=300)
+        else:
+            command = [sys.executable, "-m", "accum_sweep", *words]
+            done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
         assert "Warning" not in done.stderr, done.stderr
         return done
 

@@ -1,6 +1,7 @@
 """How this process was started: alone, or by torchrun as one of several. Standard library only."""
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -44,6 +45,7 @@ def end(code: int) -> NoReturn:
     abort the process (torch 2.13).
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
+        gc.freeze()  # the interpreter's own end would look through all there is, for a second where MLflow is loaded
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

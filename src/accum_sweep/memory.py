@@ -11,7 +11,7 @@ of kB), blocks that kernels take in worker threads, and that memory taken before
 import contextlib
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -81,12 +81,8 @@ def measure_peak(work: Callable[[], object], device: torch.device) -> Peak:
 
 def _cpu_peak(work: Callable[[], object]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds write a line to stderr at every start and stop
-    gc.freeze()  # garbage of before must not be collected, and its memory counted as given back, meanwhile
-    try:
-        with profile(use_kineto=True, profile_memory=True) as profiler:
-            work()
-    finally:
-        gc.unfreeze()
+    with _no_garbage_of_before(), profile(use_kineto=True, profile_memory=True) as profiler:
+        work()
     # Not `profiler.events()`: that folds allocations into the operators around them and loses their order.
     results = profiler.kineto_results
     assert results is not None, "the profiler has stopped"
@@ -96,6 +92,24 @@ def _cpu_peak(work: Callable[[], object]) -> int:
             live += event.nbytes()
             peak = max(peak, live)
     return peak
+
+
+@contextlib.contextmanager
+def _no_garbage_of_before() -> Iterator[None]:
+    """Let no garbage be collected meanwhile that was there before: its memory would be counted as given back.
+
+    It is collected now where most of what there is has been set aside, as in a sweep: that takes little time. Else all
+    is set aside.
+    """
+    if gc.get_freeze_count():
+        gc.collect()
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _cuda_peak(work: Callable[[], object], device: torch.device) -> Peak:

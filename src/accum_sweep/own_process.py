@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from accum_sweep import launch
 from accum_sweep.child import end_with, stop_when_told
 from accum_sweep.config import Config
 from accum_sweep.errors import UserError
@@ -211,7 +212,7 @@ def child() -> NoReturn:
         sys.exit(130)
     except UserError as error:
         sys.exit(str(error))
-    sys.exit(0)
+    launch.end(0)
 
 
 def _warm_up(config: Config, threads: int | None) -> None:

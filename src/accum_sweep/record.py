@@ -210,7 +210,8 @@ def _from_json(cls: type[T], content: dict[str, Any], path: Path) -> T:
     if isinstance(number, int) and number > VERSION:
         raise UserError(f"{path} was written by a newer accum-sweep; update this one to read it")
     try:
-        return _checks(cls).validate_python(content)
+        found: T = _checks(cls).validate_python(content)
+        return found
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
