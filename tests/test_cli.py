@@ -126,14 +126,10 @@ def test_the_wheel_works_elsewhere(tmp_path: Path) -> None:
 
 
 UNTIL_THE_END = """
-import sys
+import atexit, sys
 from accum_sweep import launch
 
-class Last:
-    def __del__(self):
-        sys.stderr.write("taken down")
-
-last = Last()
+atexit.register(sys.stderr.write, "taken down")
 print("the result")
 launch.end(3)
 """

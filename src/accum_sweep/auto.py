@@ -69,7 +69,7 @@ def decide(config: Config, device: torch.device, prediction: Prediction | None =
         choice = choose.fewest_micro_batches(prober.predicted, prober.probe, budget, sizes)
     except NothingFits as nothing:
         found["probes"] = _plain(nothing.probes)
-        raise DoesNotFit(_least(config, budget, said, nothing.probes, prober), found) from None
+        raise DoesNotFit(_too_small(config, budget, said, nothing.probes, prober), found) from None
     if config.auto.objective == "fastest":
         choice, found["speeds"] = _fastest(choice, prober, budget, effective // config.processes)
     found |= {"why": f"{choice.why} ({said})", "probes": _plain(choice.probes)}
@@ -128,12 +128,16 @@ class _Prober:
     def probe(self, number: int) -> int | None:
         """Return the peak; None where memory runs out, or is sure to: on the CPU that could end the process."""
         if number not in self.measured:
-            least, free = self._least(number), _agreed(self._config, self._device, _free(self._device))
+            least, free = self._least(number), self.free()
             # Elsewhere it is safe to try, and an error that is caught.
             hopeless = self._device.type == "cpu" and least is not None and free is not None and least > free
             self.measured[number] = None if hopeless else self._measure(number)
         found = self.measured[number]
         return None if found is None else self.peak(found)
+
+    def free(self) -> int | None:
+        """Return what is free now, the least of all processes'."""
+        return _agreed(self._config, self._device, _free(self._device))
 
     def pace(self, number: int) -> float | None:
         return self._unless_out_of_memory(samples_per_second, number)
@@ -212,22 +216,25 @@ def _fastest(choice: Choice, prober: _Prober, budget: int, most: int) -> tuple[C
     return replace(choice, accum_steps=taken["accum_steps"], why=why), speeds
 
 
-def _least(config: Config, budget: int, said: str, probes: tuple[Probe, ...], prober: "_Prober") -> str:
+def _too_small(config: Config, budget: int, said: str, probes: tuple[Probe, ...], prober: "_Prober") -> str:
     """Say that nothing fits, what the least budget is, and what it consists of."""
     given = config.memory_budget is not None
     key, value, remedy = "accum_steps", "auto", "free some memory"
-    if given:
-        key, value = "memory_budget", show_bytes(budget)
-    elif config.memory_limit is not None:
+    if config.memory_limit is not None:
         key, value, remedy = "memory_limit", show_bytes(config.memory_limit), "raise it"
     known = [probe for probe in probes if probe.peak_bytes is not None]
     needs = f"no split of effective_batch_size={config.effective_batch_size} fits"
-    if not known:
+    if not known:  # be the budget what it may, memory itself ran out
         smallest = min(probes, key=lambda probe: probe.micro_batch_size)
-        expected = prober.predicted(smallest.accum_steps)
-        even = f"even micro-batches of {smallest.micro_batch_size} need more than there is"
-        rule = f"{needs}: {even}" + (f", {show_bytes(expected)} by prediction" if expected is not None else "")
+        expected, free = prober.predicted(smallest.accum_steps), prober.free()
+        rule = f"{needs}: micro-batches of {smallest.micro_batch_size} need more than is left"
+        if free is not None:
+            rule += f", {show_bytes(free)}"
+        if expected is not None:
+            rule += f"; their tensors alone take {show_bytes(expected)}"
         return str(Fault(key, value, rule, f"{remedy}, or take a smaller model"))
+    if given:
+        key, value = "memory_budget", show_bytes(budget)
     least = min(known, key=lambda probe: probe.peak_bytes or 0)
     found = prober.measured[least.accum_steps]
     assert found is not None, "its peak is known"

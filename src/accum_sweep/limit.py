@@ -6,6 +6,7 @@ torch with CUDA many GB) and files that are only looked at.
 """
 
 import mmap
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,12 @@ from pathlib import Path
 from accum_sweep.errors import UserError
 
 STATUS = Path("/proc/self/status")
+EVENTS = Path("/proc/vmstat")
+
+# For the environment of a process that is to be limited. The GNU C library keeps blocks that were given back, and what
+# lies between blocks, for more of the same size: it would use up a limit with what nobody holds. Above 128 KiB each
+# block is then taken from the system and given back to it, which costs a block that much more time.
+EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 def supported() -> bool:
@@ -63,6 +70,15 @@ def left_bytes() -> int | None:
 
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return None if limit == resource.RLIM_INFINITY else max(0, limit - held_bytes())
+
+
+def killed_for_memory() -> int:
+    """Return how many processes of this machine the system has killed for want of memory; 0 where it does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", EVENTS.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def _kept(more: int) -> bool:

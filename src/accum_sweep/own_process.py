@@ -23,6 +23,7 @@ from accum_sweep import launch
 from accum_sweep.child import end_with, stop_when_told
 from accum_sweep.config import Config
 from accum_sweep.errors import UserError
+from accum_sweep.limit import EXACT_MALLOC, killed_for_memory
 from accum_sweep.record import Identity, Record, Status, read, refuse_second
 from accum_sweep.units import show_bytes
 from accum_sweep.untrained import leave
@@ -62,10 +63,14 @@ def execute_apart(config: Config, folder: Path, identity: Identity) -> Record:
     assert config.memory_limit is not None, "without a limit a run needs no process of its own"
     refuse_second(folder)
     started = datetime.now(UTC)
+    killed_before = killed_for_memory()
     code, said, interrupted = _supervise(_packed(config, folder, identity))
     record = read(folder)
     if record is None:
-        status, reason = fate(code, said, config.memory_limit) if not interrupted else INTERRUPTED
+        status, reason = INTERRUPTED
+        if not interrupted:
+            starved = killed_for_memory() > killed_before
+            status, reason = fate(code, said, config.memory_limit, starved)
         record = leave(config, folder, identity, status, reason, started, None if interrupted else said)
     if interrupted and record.status != "interrupted":  # the run was faster; who pressed Ctrl-C wants to stop even so
         raise KeyboardInterrupt
@@ -75,12 +80,13 @@ def execute_apart(config: Config, folder: Path, identity: Identity) -> Record:
 INTERRUPTED: tuple[Status, str] = "interrupted", "stopped by the user"
 
 
-def fate(code: int, said: str, limit: int) -> tuple[Status, str]:
+def fate(code: int, said: str, limit: int, starved: bool) -> tuple[Status, str]:
     """Return status and reason of a run whose process ended without a record, by exit code and last words.
 
-    Codes below 0 are signals. SIGKILL is what the system sends where memory runs out.
+    Codes below 0 are signals. SIGKILL is what the system sends where memory runs out, but others may send it, too:
+    `starved` tells whether the system has killed a process for that meanwhile.
     """
-    short = code == -signal.SIGKILL or any(words in said for words in LAST_WORDS)
+    short = (code == -signal.SIGKILL and starved) or any(words in said for words in LAST_WORDS)
     how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
     last = said.strip().splitlines()[-1:]
     reason = f"the run's process {how} without a record{''.join(f': {line.strip()}' for line in last)}"
@@ -115,6 +121,7 @@ def _supervise(task: bytes) -> tuple[int, str, bool]:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=[sending],
+        env=EXACT_MALLOC | os.environ,
         process_group=0,  # a Ctrl-C reaches this process alone, which hands it on once
     )
     try:

@@ -80,7 +80,7 @@ class Plan:
                 f"{show_bytes(least.needed_bytes)} ({fixed}); that takes a budget of {enough}"
             )
         return (
-            f"accum_steps={row.accum_steps} is the fewest that fits {budget}: micro-batches of "
+            f"accum_steps={row.accum_steps} is the fewest listed that fits {budget}: micro-batches of "
             f"{row.micro_batch_size}, {show_bytes(row.needed_bytes)} at the peak, in the {PHASES[row.prediction.phase]}"
         )
 

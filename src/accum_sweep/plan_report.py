@@ -48,6 +48,8 @@ def text(plan: Plan) -> str:
     what = f"problem={config.problem.name} effective_batch_size={config.effective_batch_size} {optimizer}"
     caption = f"predicted for {plan.device_type}, not run: {what} precision={config.precision}"
     unseen = f"not seen, and what the {HEADROOM:.0%} are for: {UNSEEN[plan.device_type]}"
+    if config.memory_limit is not None:
+        unseen += "; under memory_limit also copies of the weights, the equivalence check and the profiler"
     return "\n".join([caption, "", *table, "", plan.answer, unseen])
 
 
@@ -155,6 +157,13 @@ def draw(plan: Plan, path: Path | None) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:  # the latter for a suffix it does not know
         raise UserError(f"--plot {path}: cannot be written ({error}); choose another file") from error
+
+
+def suffixes() -> set[str]:
+    """Return what a plot's file may end with."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return {f".{name}" for name in FigureCanvasAgg.get_supported_filetypes()}
 
 
 def put(option: str, where: str, content: str) -> None:

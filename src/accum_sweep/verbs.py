@@ -1,6 +1,7 @@
 """The command line's verbs: what is done before runs, and once they are there. Each takes its arguments."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -65,9 +66,8 @@ def plan(arguments: Sequence[str]) -> None:
     for name, what in (("csv", "one row a split"), ("json", "all of it"), ("plot", "a picture, by its suffix")):
         parser.add_argument(f"--{name}", metavar="FILE", help=f"write {what}; - is standard output")
     options = parser.parse_intermixed_args(arguments)
-    outputs = [name for name in ("csv", "json", "plot") if getattr(options, name) == "-"]
-    if len(outputs) > 1:
-        raise UserError(f"--{' and --'.join(outputs)} cannot share standard output; give all but one a file")
+    outputs = {name: given for name in ("csv", "json", "plot") if (given := getattr(options, name)) is not None}
+    _refuse_unwritable(outputs)
     if launch.world_size() > 1:
         raise UserError("plan: several processes are not predicted; start it without torchrun")
     from accum_sweep.check import check
@@ -90,6 +90,9 @@ def plan(arguments: Sequence[str]) -> None:
     from accum_sweep import plan_report  # torch takes seconds that help and errors do without
     from accum_sweep.plan import make
 
+    if options.plot not in (None, "-") and Path(options.plot).suffix.lower() not in plan_report.suffixes():
+        known = " ".join(sorted(plan_report.suffixes()))
+        raise UserError(f"--plot {options.plot}: the suffix says what is drawn, and is one of {known}")
     made = make(config)
     if options.csv:
         plan_report.put("--csv", options.csv, plan_report.as_csv(made))
@@ -97,11 +100,36 @@ def plan(arguments: Sequence[str]) -> None:
         plan_report.put("--json", options.json, plan_report.as_json(made))
     if options.plot:
         plan_report.draw(made, None if options.plot == "-" else Path(options.plot))
-    if not outputs:
+    if "-" not in outputs.values():
         print(plan_report.text(made))
     if config.memory_budget is not None and made.recommended is None:
+        enough = show_bytes(made.enough_bytes, up=True)
         rule = "is too small for every split"
-        raise ConfigError([Fault("memory_budget", show_bytes(config.memory_budget), rule, made.answer)])
+        raise ConfigError([Fault("memory_budget", show_bytes(config.memory_budget), rule, f"give {enough} or more")])
+
+
+def _refuse_unwritable(outputs: dict[str, str]) -> None:
+    """Raise UserError where options name one file twice, or one that cannot be written."""
+    for option, where in outputs.items():
+        others = [other for other, path in outputs.items() if other < option and _same(path, where)]
+        if others:
+            what = "standard output" if where == "-" else where
+            raise UserError(f"--{others[0]} and --{option} cannot share {what}; give all but one another file")
+        if where == "-":
+            continue
+        path = Path(where)
+        folder = path.absolute().parent
+        rule = "no file's name" if not where else "a folder" if path.is_dir() else ""
+        if not rule and not folder.is_dir():
+            rule = f"cannot be written (no folder {folder})"
+        elif not rule and not os.access(folder, os.W_OK):
+            rule = f"cannot be written (no right to write in {folder})"
+        if rule:
+            raise UserError(f"--{option} {where or chr(39) * 2}: {rule}; choose another file")
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or (os.path.realpath(one) == os.path.realpath(other) and "-" not in (one, other))
 
 
 def sync(arguments: Sequence[str]) -> None:
