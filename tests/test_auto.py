@@ -119,6 +119,18 @@ def test_a_probe_that_is_sure_to_exceed_what_is_free_is_not_run(
     assert sum("probe: " in message for message in caplog.messages) == len(decision.found["probes"])
 
 
+def test_where_not_even_single_samples_can_be_tried_it_says_what_is_left_and_what_they_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "free_bytes", lambda _: 1024)
+    record = run_here(tmp_path, *DIGITS, "accum_steps=auto", "epochs=1")
+    assert record.status == "oom"
+    reason = record.reason or ""
+    assert "no split of effective_batch_size=50 fits: micro-batches of 1 need more than is left, 1 KiB" in reason
+    assert "their tensors alone take " in reason
+    assert "free some memory" in reason
+
+
 def test_fastest_takes_the_least_memory_near_the_best_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds = {2: 960.0, 4: 1000.0, 8: 951.0, 16: 500.0}
     monkeypatch.setattr(auto, "samples_per_second", lambda config, *_: speeds[config.accum_steps])
