@@ -2,7 +2,7 @@
 PYTHON ?= python3
 IN = .venv/bin/python -m
 
-.PHONY: sweep test check wheel clean
+.PHONY: sweep test check cluster wheel clean
 
 sweep: .venv/run  ## set up, then run the main job
 	$(IN) accum_sweep -m accum_steps=1,2,4,8
@@ -15,6 +15,9 @@ check:
 	$(IN) ruff format --check .
 	$(IN) mypy
 	$(IN) pytest -n logical --maxprocesses 4 --dist loadfile
+
+cluster: .venv-cluster/dev  ## set up, then run the tests that need a cluster
+	.venv-cluster/bin/python -m pytest tests/test_slurm.py
 
 wheel: .venv/dev
 	$(IN) build --wheel --no-isolation
@@ -31,5 +34,10 @@ wheel: .venv/dev
 	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql,optuna]'
 	@touch $@ .venv/run
 
+.venv-cluster/dev: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --without-pip .venv-cluster
+	$(PYTHON) -m pip --python .venv-cluster install -q -c constraints.txt -e '.[dev,slurm]'
+	@touch $@
+
 clean:
-	rm -rf .venv dist
+	rm -rf .venv .venv-cluster dist

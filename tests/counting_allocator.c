@@ -39,9 +39,28 @@ __attribute__((constructor)) static void find_real_functions(void) {
     real_free = (void (*)(void *))dlsym(RTLD_NEXT, "free");
 }
 
+/* Who calls from there. dladdr goes through all symbols of a library, which takes milliseconds: each place is asked
+ * about once, or again after another one has taken its slot; without the lock, as the loader, which it waits for, may
+ * itself wait for our `free`. */
 static enum owner owner_of(const void *code) {
+    static struct {
+        const void *code;
+        enum owner owner;
+    } known[256];
+    size_t slot = ((uintptr_t)code * 0x9E3779B97F4A7C15u) >> 56;
+    pthread_mutex_lock(&lock);
+    int is_known = known[slot].code == code;
+    enum owner owner = known[slot].owner;
+    pthread_mutex_unlock(&lock);
+    if (is_known)
+        return owner;
     Dl_info library;
-    return dladdr(code, &library) && library.dli_fname && strstr(library.dli_fname, "libc10.so") ? TORCH : OTHERS;
+    owner = dladdr(code, &library) && library.dli_fname && strstr(library.dli_fname, "libc10.so") ? TORCH : OTHERS;
+    pthread_mutex_lock(&lock);
+    known[slot].code = code;
+    known[slot].owner = owner;
+    pthread_mutex_unlock(&lock);
+    return owner;
 }
 
 static size_t home(const void *pointer) {

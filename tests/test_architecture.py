@@ -39,9 +39,16 @@ def importers(package: str) -> set[str]:
         ("mlflow", {"tracking.py"}),
         (
             "hydra",
-            {"app.py", "compose.py", "conduct.py", "jobs.py", "launching.py", "processes.py", "search.py", "sweep.py"},
+            {
+                *("app.py", "compose.py", "conduct.py", "hydra_job.py", "jobs.py", "launching.py", "processes.py"),
+                *("search.py", "slurm.py", "sweep.py"),
+            },
         ),
-        ("omegaconf", {"app.py", "compose.py", "jobs.py", "processes.py", "search.py", "sweep.py"}),
+        (
+            "omegaconf",
+            {"app.py", "compose.py", "hydra_job.py", "jobs.py", "processes.py", "search.py", "slurm.py", "sweep.py"},
+        ),
+        ("submitit", {"slurm.py"}),
         ("optuna", {"pruning.py", "search.py"}),
         ("pandas", {"summary.py", "report.py"}),
     ],

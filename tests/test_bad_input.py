@@ -163,3 +163,10 @@ def test_a_folder_that_holds_a_sweep_is_not_written_over(cli: Cli, tmp_path: Pat
     assert done.returncode == 2
     assert "hydra.sweep.dir=runs/mine" in done.stderr
     assert (tmp_path / "runs/mine/0/record.json").read_bytes() == record
+
+
+def test_without_slurm_it_says_so(cli: Cli, tmp_path: Path) -> None:
+    done = cli("-m", "hydra/launcher=slurm", "seed=0,1", PATH=str(tmp_path))
+    assert done.returncode == 2
+    assert "hydra/launcher=slurm: needs Slurm's sbatch" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -15,51 +15,10 @@ import pytest
 from accum_sweep.record import Record, read, records, sweeps
 from accum_sweep.workers import Died, work
 from conftest import Cli
+from odd_runs import ODD, odd
 
 pytestmark = pytest.mark.slow
 PARALLEL = ("-m", "hydra/launcher=processes", "hydra.launcher.workers=2")
-ODD = """
-import os
-import signal
-import time
-from pathlib import Path
-import torch
-from accum_sweep.problems import Problem
-
-def make(dtype, does):
-    with open(f"pid.{os.getpid()}", "a") as file:
-        file.write(f"{does} {torch.get_num_threads()}\\n")
-    if does == "segfault":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if does == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if does == "exit":
-        os._exit(3)
-    if does == "raise":
-        raise ValueError("a secret: postgresql://me:hush@db/x")
-    if does == "unlucky_once":
-        try:
-            Path("again").touch(exist_ok=False)
-        except FileExistsError:
-            pass
-        else:
-            os.kill(os.getpid(), signal.SIGSEGV)
-    if does == "memory":
-        raise torch.OutOfMemoryError("out of memory, for a test")
-
-    def loss(model, batch):
-        while does == "wait":
-            Path(f"waiting.{os.getpid()}").touch()
-            time.sleep(0.01)
-        return model(batch[0]).square().sum(), len(batch[0])
-
-    return Problem(torch.nn.Linear(2, 1).to(dtype), (torch.rand(8, 2, dtype=dtype),), loss)
-"""
-
-
-def odd(does: str) -> tuple[str, ...]:
-    words = ("problem=custom", "problem.factory=odd:make", "problem.samples=8", "micro_batch_size=2")
-    return *words, "problem.arguments=" + ",".join(f"{{does:{what}}}" for what in does.split())
 
 
 @pytest.fixture
@@ -332,13 +291,14 @@ def test_each_process_sees_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from omegaconf import OmegaConf
 
     from accum_sweep import processes
+    from accum_sweep.hydra_job import HydraJobs
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     gpus = processes._gpus()
     config = OmegaConf.create({"hydra": {"hydra_logging": None, "verbose": False}})
-    packed = cloudpickle.dumps((config, None, None, Singleton.get_state()))
+    packed = cloudpickle.dumps(HydraJobs(config, None, None, Singleton.get_state()))
     seen = []
     for number in range(3):
         processes._begin(number, packed, torch.get_num_threads(), gpus)

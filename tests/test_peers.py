@@ -18,9 +18,10 @@ from torch.nn.utils import parameters_to_vector
 
 pytestmark = [
     pytest.mark.peers,
-    # What Lightning says of machines with more cores or a GPU, and its own calls under torch 2.13
+    # What Lightning says of machines with more cores, a GPU or Slurm, and its own calls under torch 2.13
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available on your system but is not used"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
 ]
 

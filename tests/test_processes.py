@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,25 @@ def test_variables_that_torchrun_would_not_set_are_told(
     assert done.returncode == 2, done.stderr
     assert all(part in done.stderr for part in told), done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_that_was_cut_short_goes_on(tmp_path: Path) -> None:
+    words = ("-m", "accum_sweep", "-m", *DIGITS, "tracking=none")
+    done = torchrun(tmp_path, *words, "accum_steps=1,2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, second = records(tmp_path)
+    shutil.rmtree(second["folder"])
+    done = torchrun(tmp_path, *words, "accum_steps=1,2,4", "sweep.resume=latest", "sweep.extend=true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "1 of 3 runs have their result, 2 to go" in done.stderr
+    found = {record["config"]["accum_steps"]: record for record in records(tmp_path)}
+    assert {record["status"] for record in found.values()} == {"finished"}
+    assert {steps: record["job_num"] for steps, record in found.items()} == {1: 0, 2: 2, 4: 3}
+    assert found[1] == first, "it was not run again"
+    assert found[2]["series"] == second["series"]
+    done = torchrun(tmp_path, *words, "accum_steps=1,2,4", "sweep.resume=latest")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "3 of 3 runs have their result, 0 to go" in done.stderr
 
 
 SCARCE = """

@@ -40,9 +40,6 @@ def pair_faults(config: Config) -> Iterator[Fault]:
             yield Fault("clip_value", config.clip_value, rule, "use clip_norm or parallel=ddp")
     if config.compile and not alone:
         yield Fault("compile", "true", f"cannot be used by {several}", "leave it out")
-    if config.sweep.resume is not None and not alone:
-        rule = f"cannot be used by {several}: only the first knows what is finished"
-        yield Fault("sweep.resume", config.sweep.resume, rule, "leave it out, and sweep over what is missing")
     if config.fused_linear:
         yield from _fused_linear_faults(config)
     if config.step_in_backward:

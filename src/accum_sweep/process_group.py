@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -65,6 +67,17 @@ def disband() -> None:
     Python's own reference gives up that lock first; were it a DDP model's, both would wait for ever (torch 2.13).
     """
     _last.clear()
+
+
+def first_says(about: str, words: Sequence[str]) -> list[str]:
+    """Return, in all processes, what the first one passes as `words`; each subject once."""
+    store, rank = _rendezvous()
+    if rank == 0:
+        store.set(about, json.dumps(list(words)))
+    until = time.monotonic() + PATIENCE.total_seconds()
+    while not store.check([about]) and time.monotonic() < until:
+        time.sleep(0.05)  # not store.wait, which no signal ends: the first one may refuse to go on
+    return list(json.loads(store.get(about)))
 
 
 def _meet(store: Store, where: str, world: int) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
-from accum_sweep.errors import ConfigError, Fault, ProcessDied
+from accum_sweep.errors import ConfigError, Fault
+from accum_sweep.hydra_job import HydraJobs, lost
 from accum_sweep.workers import Died, work
 
 # Loaded once, before the processes part: they start with it. Neither starts threads or touches a GPU.
@@ -56,13 +56,12 @@ def launch(
     task: TaskFunction,
 ) -> list[JobReturn]:
     """Run the jobs, numbered from `first`, and return what became of each, in their order."""
-    setup_globals()
     gpus = _gpus()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = options.workers or len(gpus) or cores
     # However few the jobs are: one that is made later, alone, is to be rounded as it would have been among the others.
     threads = options.threads or max(1, cores // workers)
-    packed = cloudpickle.dumps((config, context, task, Singleton.get_state()))
+    packed = cloudpickle.dumps(HydraJobs.of(config, context, task))
     jobs = [(number, list(overrides)) for number, overrides in enumerate(job_overrides, start=first)]
     begin = functools.partial(_begin, packed=packed, threads=threads, gpus=gpus)
     returned = work(jobs, begin, min(workers, len(jobs)), options.fresh, PRELOADED)
@@ -84,7 +83,7 @@ def _lost(died: Died) -> JobReturn:
         how = f"was killed by {signal.Signals(-died.code).name}"
     if died.code == -signal.SIGKILL:
         how += "; where nobody sent it, the machine had no more memory"
-    return JobReturn(status=JobStatus.FAILED, _return_value=ProcessDied(f"the run's process {how}"))
+    return lost(how)
 
 
 # In the processes
@@ -100,34 +99,10 @@ def _begin(
     import torch
 
     torch.set_num_threads(threads)
-    config, context, task, state = pickle.loads(packed)
-    Singleton.set_state(state)
-    setup_globals()
-    configure_log(config.hydra.hydra_logging, config.hydra.verbose)
-    return functools.partial(_job, config, context, task)
+    jobs: HydraJobs = pickle.loads(packed)
+    jobs.begin()
+    return functools.partial(_job, jobs)
 
 
-def _job(config: DictConfig, context: HydraContext, task: TaskFunction, job: tuple[int, list[str]]) -> JobReturn:
-    """Run one job as Hydra's own launchers do."""
-    number, overrides = job
-    composed = context.config_loader.load_sweep_config(config, overrides)
-    with open_dict(composed):
-        composed.hydra.job.id = str(number)
-        composed.hydra.job.num = number
-    returned = run_job(
-        hydra_context=context,
-        task_function=task,
-        config=composed,
-        job_dir_key="hydra.sweep.dir",
-        job_subdir_key="hydra.sweep.subdir",
-    )
-    return _sendable(returned)
-
-
-def _sendable(returned: JobReturn) -> JobReturn:
-    try:
-        pickle.dumps(returned)
-    except Exception:  # what the task returned or raised; pickle raises what it likes
-        value: Any = returned._return_value
-        returned._return_value = RuntimeError(f"{type(value).__name__}: {value}")
-    return returned
+def _job(jobs: HydraJobs, job: tuple[int, list[str]]) -> JobReturn:
+    return jobs.run(jobs.compose(*job))

@@ -14,7 +14,7 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from accum_sweep import dry_run, resume, sync
+from accum_sweep import dry_run, launch, resume, sync
 from accum_sweep.conduct import Multirun, conduct
 from accum_sweep.config import Config
 from accum_sweep.errors import ConfigError, Fault, UserError
@@ -37,7 +37,7 @@ def sweep(
     jobs = combine([*params, *arguments], config, context)
     folder, plan = Path(config.hydra.sweep.dir), None
     options = jobs[0].config.sweep
-    if options.resume is not None:
+    if options.resume is not None and launch.rank() == 0:
         folder, plan = resume.find(options.resume, folder)
         move(config, folder)
     way = way_of(config)
@@ -53,6 +53,10 @@ def sweep(
             plan = _plan(folder, arguments, params, jobs)
         else:
             jobs, plan = _resumed(plan, folder, jobs, options.extend)
+        if options.resume is not None and launch.world_size() > 1:
+            jobs = _agreed(jobs)
+            if launch.rank() and not jobs:
+                return
         multirun = Multirun(plan, folder, launcher, way, tracker)
         multirun.add(jobs)
         conduct(multirun, lambda: multirun.launch(jobs))
@@ -86,6 +90,14 @@ def _resumed(plan: SweepRecord, folder: Path, jobs: list[Job], extend: bool) -> 
     done = len(jobs) - len(left)
     log.info("sweep %s: %s of %s runs have their result, %s to go", plan.sweep_id, done, len(jobs), len(left))
     return left, plan
+
+
+def _agreed(jobs: list[Job]) -> list[Job]:
+    """Return, of several processes' jobs, those that are left by what the first one has found on disk."""
+    from accum_sweep.process_group import first_says
+
+    keys = set(first_says("jobs", [job.key for job in jobs]))
+    return [job for job in jobs if job.key in keys]
 
 
 def way_of(config: DictConfig) -> Way:

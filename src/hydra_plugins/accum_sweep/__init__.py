@@ -67,3 +67,22 @@ class ProcessesLauncher(Launcher):
         from accum_sweep.processes import launch
 
         return launch(job_overrides, initial_job_idx, *self._given)
+
+
+class SlurmLauncher(Launcher):
+    """Runs the jobs of a multirun as jobs of Slurm."""
+
+    def __init__(self, **keys: Any) -> None:
+        self._keys = keys
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what Hydra gives; raise ConfigError where there is no Slurm, or a setting is wrong."""
+        from accum_sweep.slurm import prepare
+
+        self._prepared = prepare(self._keys, config, hydra_context, task_function)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> "Sequence[JobReturn]":
+        """Run the jobs and return what became of each, in their order."""
+        from accum_sweep.slurm import launch
+
+        return launch(job_overrides, initial_job_idx, self._prepared)
