@@ -3,8 +3,8 @@
     python -m benchmarks.growth 10 100 1000 [--launcher processes --workers 8] [--store URI] [--write]
 
 The runs are the textbook's. The time is that of the command, less that of the same command with one run, so that
-imports and the store's first use are left out; the memory is the highest of the sweep's own process. With `--store` an
-MLflow database at that address is used, which must be empty; `none` tracks nothing.
+imports and the store's first use are left out, each the median of five where runs are few; the memory is the highest of
+the sweep's own process. With `--store` an MLflow database at that address is used; `none` tracks nothing.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from pathlib import Path
 from accum_sweep.environment import versions
 from accum_sweep.errors import without_secrets
 
+FEW, REPEATS = 20, 5
 REPORT = Path(__file__).with_suffix(".md")
 HEAD = """# The cost of a run as sweeps grow
 
@@ -40,16 +41,23 @@ class Cost:
     said: str  # what it said to standard error beyond its progress
 
 
+def measure_well(runs: int, words: list[str], store: str) -> Cost:
+    """Run a sweep; one of few runs several times, as the start of a command varies more than they take."""
+    costs = [measure(runs, words, store) for _ in range(REPEATS if runs <= FEW else 1)]
+    return sorted(costs, key=lambda cost: cost.seconds)[len(costs) // 2]
+
+
 def measure(runs: int, words: list[str], store: str) -> Cost:
     """Run a sweep in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="accum-sweep-growth-") as place:
         folder = Path(place)
         command = [sys.executable, "-m", "accum_sweep", "-m", f"seed=range(0,{runs})", *words]
-        environment = dict(os.environ)
+        environment, had = dict(os.environ), 0
         if store == "none":
             command.append("tracking=none")
         elif store != "sqlite":
             environment["MLFLOW_TRACKING_URI"] = store
+            had = _tracked(store)
         began = time.monotonic()
         with (folder / "said").open("w") as said:
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=said)
@@ -64,7 +72,8 @@ def measure(runs: int, words: list[str], store: str) -> Cost:
             if not re.match(r"\d+/\d+|records: |in MLflow", line)
         ]
         finished = sum('"status": "finished"' in path.read_text() for path in folder.glob("runs/*/*/record.json"))
-        tracked = None if store == "none" else _tracked(f"sqlite:///{folder}/mlflow.db" if store == "sqlite" else store)
+        address = f"sqlite:///{folder}/mlflow.db" if store == "sqlite" else store
+        tracked = None if store == "none" else _tracked(address) - had
         return Cost(runs, seconds, peak, finished, tracked, " ".join(others))
 
 
@@ -81,7 +90,8 @@ def _tracked(address: str) -> int:
 
     client, token, found = MlflowClient(address), None, Counter[str]()
     experiment = client.get_experiment_by_name("accum-sweep")
-    assert experiment is not None
+    if experiment is None:
+        return 0
     while True:
         page = client.search_runs([experiment.experiment_id], max_results=1000, page_token=token)
         found.update(
@@ -105,7 +115,7 @@ def main() -> None:
     words = [f"hydra/launcher={given.launcher}"]
     if given.launcher == "processes":
         words.append(f"hydra.launcher.workers={given.workers}")
-    one = measure(1, words, given.store)
+    one = measure_well(1, words, given.store)
     side = f", {given.workers} workers" if given.launcher == "processes" else ""
     store = re.sub(r"://.*", "", without_secrets(given.store))
     lines = [
@@ -114,13 +124,11 @@ def main() -> None:
         "|---|---|---|---|---|---|---|",
     ]
     first = None
-    before = one.tracked or 0
     for runs in given.runs:
-        cost = measure(runs, words, given.store)
+        cost = measure_well(runs, words, given.store)
         each = (cost.seconds - one.seconds) / (runs - 1) * 1000
         first = first or each
-        tracked = "" if cost.tracked is None else cost.tracked - (before if store not in ("sqlite", "none") else 0)
-        before = cost.tracked or 0
+        tracked = "" if cost.tracked is None else cost.tracked
         cells = [str(runs), f"{each:.0f}", f"{each / first:.2f}", f"{cost.peak_bytes / 1e6:.0f}", str(cost.finished)]
         lines.append(f"| {' | '.join([*cells, str(tracked), cost.said[:60]])} |")
         print(lines[-1], flush=True)
