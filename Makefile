@@ -16,8 +16,8 @@ check:
 	$(IN) mypy
 	$(IN) pytest -n logical --maxprocesses 4 --dist loadfile
 
-cluster: .venv-cluster/dev  ## set up, then run the tests that need a cluster
-	.venv-cluster/bin/python -m pytest tests/test_slurm.py
+cluster: .venv/dev  ## set up, then run the tests that need a cluster
+	$(IN) pytest tests/test_slurm.py
 
 wheel: .venv/dev
 	$(IN) build --wheel --no-isolation
@@ -31,13 +31,8 @@ wheel: .venv/dev
 	@touch $@
 
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
-	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql,optuna]'
+	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql,optuna,slurm]'
 	@touch $@ .venv/run
 
-.venv-cluster/dev: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --without-pip .venv-cluster
-	$(PYTHON) -m pip --python .venv-cluster install -q -c constraints.txt -e '.[dev,slurm]'
-	@touch $@
-
 clean:
-	rm -rf .venv .venv-cluster dist
+	rm -rf .venv dist

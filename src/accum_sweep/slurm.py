@@ -28,7 +28,7 @@ from accum_sweep.errors import ConfigError, Fault, UserError
 from accum_sweep.hydra_job import HydraJobs, folder_of, lost
 
 if TYPE_CHECKING:
-    from submitit import AutoExecutor, SlurmJob
+    from submitit import AutoExecutor, Job
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def prepare(keys: Mapping[str, Any], config: DictConfig, context: HydraContext, 
 def launch(job_overrides: Sequence[Sequence[str]], first: int, slurm: Slurm) -> list[JobReturn]:
     """Run the jobs, numbered from `first`, and return what became of each, in their order."""
     _say("scancel", f"--name={slurm.name}")  # what a command that was killed has left
-    submitted: list[SlurmJob[JobReturn]] = []
+    submitted: list[Job[JobReturn]] = []
     try:
         for start in range(0, len(job_overrides), ARRAY_SIZE):
             part = [list(overrides) for overrides in job_overrides[start : start + ARRAY_SIZE]]
@@ -114,17 +114,18 @@ def launch(job_overrides: Sequence[Sequence[str]], first: int, slurm: Slurm) -> 
         raise
 
 
-def _submit(slurm: Slurm, numbers: Sequence[int], part: list[list[str]]) -> "list[SlurmJob[JobReturn]]":
+def _submit(slurm: Slurm, numbers: Sequence[int], part: list[list[str]]) -> "list[Job[JobReturn]]":
     from submitit.core.utils import FailedJobError
 
     try:
-        return slurm.executor.map_array(slurm.task, numbers, part)  # type: ignore[return-value]
+        jobs: list[Job[JobReturn]] = slurm.executor.map_array(slurm.task, numbers, part)
+        return jobs
     except (FailedJobError, subprocess.CalledProcessError, OSError) as error:
         said = " ".join(str(error).split())
         raise UserError(f"hydra/launcher=slurm: Slurm does not take the jobs ({said}); see hydra.launcher") from error
 
 
-def _await(submitted: "Sequence[SlurmJob[JobReturn]]", name: str) -> list[JobReturn]:
+def _await(submitted: "Sequence[Job[JobReturn]]", name: str) -> list[JobReturn]:
     returned: dict[str, JobReturn] = {}
     suspected: set[str] = set()
     begun = time.monotonic()
@@ -144,17 +145,18 @@ def _await(submitted: "Sequence[SlurmJob[JobReturn]]", name: str) -> list[JobRet
     return [returned[job.job_id] for job in submitted]
 
 
-def _result(job: "SlurmJob[JobReturn]") -> JobReturn:
+def _result(job: "Job[JobReturn]") -> JobReturn:
     from submitit.core.utils import FailedJobError, UncompletedJobError
 
     try:
-        return job.results()[0]
+        returned: JobReturn = job.results()[0]
+        return returned
     except (FailedJobError, UncompletedJobError) as error:
         last = str(error).split("-" * 10)[1:2] or [str(error)]
         return lost(f"failed: {last[0].strip().splitlines()[-1]}; see {os.path.relpath(job.paths.stderr)}")
 
 
-def _gone(job: "SlurmJob[JobReturn]", state: str | None) -> JobReturn:
+def _gone(job: "Job[JobReturn]", state: str | None) -> JobReturn:
     return lost(
         f"ended without a result (Slurm: {state or 'no longer known'}); see {os.path.relpath(job.paths.stderr)}"
     )
