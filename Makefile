@@ -16,8 +16,8 @@ check:
 	$(IN) mypy
 	$(IN) pytest -n logical --maxprocesses 4 --dist loadfile
 
-cluster: .venv/dev  ## set up, then run the tests that need a cluster
-	$(IN) pytest tests/test_slurm.py
+cluster: .venv/cluster  ## set up, then run the tests that need a cluster
+	$(IN) pytest tests/test_slurm.py tests/test_ray.py
 
 wheel: .venv/dev
 	$(IN) build --wheel --no-isolation
@@ -33,6 +33,10 @@ wheel: .venv/dev
 .venv/dev: .venv/bin/python pyproject.toml constraints.txt
 	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[dev,hf,peers,postgresql,optuna,slurm]'
 	@touch $@ .venv/run
+
+.venv/cluster: .venv/dev
+	$(PYTHON) -m pip --python .venv install -q -c constraints.txt -e '.[ray]'
+	@touch $@
 
 clean:
 	rm -rf .venv dist

@@ -1,5 +1,12 @@
 """Runs that end in odd ways, for tests of what becomes of them and of others: a problem that does as it is told."""
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 ODD = """
 import os
 import signal
@@ -42,3 +49,24 @@ def make(dtype, does):
 def odd(does: str) -> tuple[str, ...]:
     words = ("problem=custom", "problem.factory=odd:make", "problem.samples=8", "micro_batch_size=2")
     return *words, "problem.arguments=" + ",".join(f"{{does:{what}}}" for what in does.split())
+
+
+def until(ready: Callable[[], object], otherwise: str) -> None:
+    """Wait, for a minute at most."""
+    end = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.1)
+
+
+@contextmanager
+def started(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Start the command line there, and go on once a job of it waits."""
+    command = [sys.executable, "-m", "accum_sweep", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            until(lambda: list(folder.glob("waiting.*")) or process.poll() is not None, "no job starts")
+            yield process
+        finally:
+            process.kill()

@@ -41,13 +41,17 @@ def importers(package: str) -> set[str]:
             "hydra",
             {
                 *("app.py", "compose.py", "conduct.py", "hydra_job.py", "jobs.py", "launching.py", "processes.py"),
-                *("search.py", "slurm.py", "sweep.py"),
+                *("ray_cluster.py", "search.py", "slurm.py", "sweep.py"),
             },
         ),
         (
             "omegaconf",
-            {"app.py", "compose.py", "hydra_job.py", "jobs.py", "processes.py", "search.py", "slurm.py", "sweep.py"},
+            {
+                *("app.py", "compose.py", "hydra_job.py", "jobs.py", "processes.py", "ray_cluster.py", "search.py"),
+                *("slurm.py", "sweep.py"),
+            },
         ),
+        ("ray", {"ray_cluster.py"}),
         ("submitit", {"slurm.py"}),
         ("optuna", {"pruning.py", "search.py"}),
         ("pandas", {"summary.py", "report.py"}),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from mlflow import MlflowClient
 
 from accum_sweep.record import Record, records
 from conftest import Cli
-from odd_runs import ODD, odd
+from odd_runs import ODD, odd, started, until
 from one_node import missing, one_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
@@ -47,30 +48,12 @@ def squeue() -> list[str]:
     return subprocess.run(["squeue", "-h", "-r", "-o", "%i %T %r"], capture_output=True, text=True).stdout.splitlines()
 
 
-def until(ready: Callable[[], object], otherwise: str) -> None:
-    end = time.monotonic() + 60
-    while not ready():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the command line, and go on once its first job waits."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "accum_sweep", *words]
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True))
-        until(lambda: list(folder.glob("waiting.*")) or started[-1].poll() is not None, "no job starts")
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
-    subprocess.run(["scancel", "--user=root"])
+    with ExitStack() as stack:
+        yield lambda *words: stack.enter_context(started(folder, *words))
+    subprocess.run(["scancel", "--user=root"], check=True)
     until(lambda: not squeue(), "jobs are left")
 
 

@@ -86,3 +86,22 @@ class SlurmLauncher(Launcher):
         from accum_sweep.slurm import launch
 
         return launch(job_overrides, initial_job_idx, self._prepared)
+
+
+class RayLauncher(Launcher):
+    """Runs the jobs of a multirun as tasks of Ray."""
+
+    def __init__(self, **keys: Any) -> None:
+        self._keys = keys
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what Hydra gives; raise ConfigError where there is no Ray, or a setting is wrong."""
+        from accum_sweep.ray_cluster import prepare
+
+        self._prepared = prepare(self._keys, config, hydra_context, task_function)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> "Sequence[JobReturn]":
+        """Run the jobs and return what became of each, in their order."""
+        from accum_sweep.ray_cluster import launch
+
+        return launch(job_overrides, initial_job_idx, self._prepared)
