@@ -240,7 +240,7 @@ def test_several_processes_share_a_window(monkeypatch: pytest.MonkeyPatch) -> No
     assert sizes() == (2, 2, 8), "the four mini-batches of the textbook are two for each"
 
 
-@pytest.mark.parametrize("word", ["fused_linear=true", "step_in_backward=true", "sweep.resume=latest"])
+@pytest.mark.parametrize("word", ["fused_linear=true", "step_in_backward=true"])
 def test_several_processes_are_refused_what_one_can_do(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     words, key = (DIGITS, "accum_steps=1", word), word.partition("=")[0]
     assert checked(*words)
