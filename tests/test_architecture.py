@@ -54,7 +54,7 @@ def importers(package: str) -> set[str]:
         ("ray", {"ray_cluster.py"}),
         ("submitit", {"slurm.py"}),
         ("optuna", {"pruning.py", "search.py"}),
-        ("pandas", {"summary.py", "report.py"}),
+        ("pandas", {"advice.py", "summary.py", "report.py"}),
     ],
 )
 def test_a_library_is_known_to_its_own_rooms_only(package: str, allowed: set[str]) -> None:

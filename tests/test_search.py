@@ -1,5 +1,6 @@
 """hydra/sweeper=search: Optuna asks, the records answer; what is best is best, also after a kill."""
 
+import re
 import signal
 import statistics
 import subprocess
@@ -115,6 +116,13 @@ def test_of_several_objectives_the_pareto_set_is_told(cli: Cli, tmp_path: Path, 
         name for name, own in points.items() if not beaten(own)
     }
     assert 0 < len(told.splitlines()) < len(points)
+    table = done.stdout.partition("none is better")[0].splitlines()
+    for shown in (table, cli("summary").stdout.splitlines()):
+        (head,) = (line for line in shown if "Pareto set" in line)
+        place = head.index("Pareto set")
+        rows = [line for line in shown if re.match(r" +\d", line)]
+        marked = [line for line in rows if "yes" in line[place:]]
+        assert (len(marked), len(rows)) == (len(told.splitlines()), len(points))
 
 
 def test_a_killed_search_goes_on(cli: Cli, tmp_path: Path) -> None:

@@ -237,7 +237,9 @@ def test_numbers_are_shown_to_be_read() -> None:
         record(DIGITS, "effective_batch_size=64", "accum_steps=1", loss=0.123456, peak=3 * 2**20, rate=123456.7),
         record(DIGITS, "effective_batch_size=64", "accum_steps=2", loss=0.1, peak=2**20, rate=9.87654),
     ]
-    first, second = report.text(compare(to_frame(runs))).splitlines()[-2:]
+    lines = report.text(compare(to_frame(runs))).splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("---"))
+    first, second = lines[head + 1 : head + 3]
     assert first.split("  ")[-1].strip() == "123457"
     for shown in ("0.1235", "3 MiB"):
         assert shown in first

@@ -28,7 +28,7 @@ def close(plan: SweepRecord, folder: Path) -> tuple[SweepRecord, int, list[summa
         write(plan, folder)
     except OSError as error:
         log.error("%s: the sweep's end and table cannot be written (%s)", folder, error.strerror)
-    return plan, unfinished, summary.compare(frame)
+    return plan, unfinished, summary.compare(frame, plan.search.get("objectives"))
 
 
 def tell(plan: SweepRecord, folder: Path, tracker: Tracker, unfinished: int, note: str, cut: Status | None) -> None:

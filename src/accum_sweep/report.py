@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from accum_sweep.advice import NEARLY, advise
 from accum_sweep.record import write_atomically
 from accum_sweep.sizes import SIZES
 from accum_sweep.summary import SKETCH, Comparison
@@ -34,6 +35,8 @@ UNREMARKABLE: dict[str, Any] = {
 }
 BYTES = ("memory_budget", "memory_limit")  # settings that are sizes of memory
 MANY = 4  # settings that are named beside a reason
+_SLOWER = f"{100 * (1 - NEARLY):.0f} %"
+RULE = f"(the least memory of those that are the same training, fit, and are within {_SLOWER} of the fastest)"
 LONGEST_CONSTANT = 40  # characters of a setting; longer ones the caption leaves out and the table cuts
 
 
@@ -90,6 +93,8 @@ def cells(comparison: Comparison) -> list[list[str]]:
             continue
         columns.append((COLUMNS[metric][0], [_measured(row, metric) for _, row in rows.iterrows()]))
     columns.append(("gradient", [_judged(row) for _, row in rows.iterrows()]))
+    if "pareto" in rows:
+        columns.append(("Pareto set", ["yes" if best else "" for best in rows["pareto"]]))
     columns.append(("not finished", list(rows["reason"])))
     filled = [(header, values) for header, values in columns if any(values)]
     return [list(line) for line in zip(*([header, *values] for header, values in filled), strict=True)]
@@ -109,14 +114,15 @@ def _aligned(comparison: Comparison) -> str:
         for line in lines
     ]
     table.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([*_caption(comparison, wrap=True), "", *table, *_verdict_notes(comparison, wrap=True)])
+    below = [*_verdict_notes(comparison, wrap=True), *_advice(comparison, wrap=True)]
+    return "\n".join([*_caption(comparison, wrap=True), "", *table, *below])
 
 
 def _markdown(comparison: Comparison) -> str:
     header, *lines = ([cell.replace("|", "\\|").replace("\n", " ") for cell in line] for line in cells(comparison))
     table = [header, ["---:"] * len(header), *lines]
     # The table first: MLflow folds a description after its first lines.
-    below = [*_caption(comparison, wrap=False), *_verdict_notes(comparison, wrap=False)]
+    below = [line for part in (_advice, _caption, _verdict_notes) for line in part(comparison, wrap=False)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in table), "", *below])
 
 
@@ -152,6 +158,23 @@ def _verdict_notes(comparison: Comparison, wrap: bool) -> list[str]:
     return ["", *(part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "]))] * bool(
         lines
     )
+
+
+def _advice(comparison: Comparison, wrap: bool) -> list[str]:
+    """Say which setting to take, by which rule, and which are worth a look."""
+    found = advise(comparison)
+    if not found:
+        return []
+    lines = []
+    for advice in found:
+        shared = " ".join(f"{key}={_short(_plain(value, key))}" for key, value in advice.others.items())
+        front = ", ".join(map(str, advice.front))
+        lines.append(
+            f"{'nothing to take' if advice.choice is None else 'take'}{shared and f' for {shared}'}: {advice.why}"
+            + (f"; Pareto front of memory and speed: accum_steps={front}" if len(advice.front) > 1 else "")
+        )
+    lines.append(RULE)
+    return ["", *(part for line in lines for part in (textwrap.wrap(line, 118) if wrap else [line + "  "]))]
 
 
 def _of(labels: Sequence[str]) -> str:

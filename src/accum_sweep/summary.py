@@ -7,13 +7,14 @@ Fixed micro-batch and fixed effective batch are different questions and never sh
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
 from accum_sweep.config import Config, flatten
+from accum_sweep.pareto import on_front
 from accum_sweep.record import Record
 from accum_sweep.sizes import SIZES
 
@@ -47,11 +48,11 @@ class Comparison:
     """One table: the runs of one kind of sweep, one row a setting.
 
     `kind` is the size that stays as it is while accum_steps grows, or "" where accum_steps does not vary. `rows` has a
-    column for each of `settings`, then `runs`, `finished`, `reason`, the gravest `verdict` of them on equivalence,
-    `verdict_reason`, their `notes`, and for each metric m in `metrics` the columns m (mean over seeds; of
-    `gradient_error` the largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean of the differences or L2
-    distances, geometric mean of the ratios, seed by seed; NaN where no seed has a baseline). `final_weight` and
-    `final_sketch` are lists and have no spread.
+    column for each of `settings`, then `runs`, `finished`, `steps` (the fewest that one of these took), `reason`, the
+    gravest `verdict` of them on equivalence, `verdict_reason`, their `notes`, and for each metric m in `metrics` the
+    columns m (mean over seeds; of `gradient_error` the largest), `m_std` (NaN for one seed) and `m_vs_baseline` (mean
+    of the differences or L2 distances, geometric mean of the ratios, seed by seed; NaN where no seed has a baseline).
+    `final_weight` and `final_sketch` are lists and have no spread. For `pareto` see `compare`.
     """
 
     kind: str
@@ -71,14 +72,19 @@ def to_frame(records: Iterable[Record]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=IDENTITY if not rows else None)
 
 
-def compare(frame: pd.DataFrame) -> list[Comparison]:
-    """Return one comparison for each kind of sweep in `frame`; none for no runs."""
+def compare(frame: pd.DataFrame, objectives: Mapping[str, str] | None = None) -> list[Comparison]:
+    """Return one comparison for each kind of sweep in `frame`; none for no runs.
+
+    `objectives` are what a search was for: metrics, each to "minimize" or "maximize". Of several, the rows that none is
+    better than in all of them have True in the column `pareto`.
+    """
     if frame.empty:
         return []
     kinds = pd.Series("", index=frame.index)
     for _, sweep in frame.groupby("sweep_id", dropna=False):
         kinds[sweep.index] = _kind(sweep)
-    return [_compare(runs, str(kind)) for kind, runs in frame.groupby(kinds)]
+    wanted = objectives if objectives is not None and len(objectives) > 1 else {}
+    return [_compare(runs, str(kind), wanted) for kind, runs in frame.groupby(kinds)]
 
 
 def varying(runs: pd.DataFrame) -> list[str]:
@@ -101,7 +107,7 @@ def _kind(sweep: pd.DataFrame) -> str:
     )
 
 
-def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
+def _compare(runs: pd.DataFrame, kind: str, objectives: Mapping[str, str]) -> Comparison:
     settings = varying(runs)
     constant = {key: runs[key].iloc[0] for key in runs.columns if _is_setting(key) and _distinct(runs[key]) == 1}
     metrics = [metric for metric in COMPARED if metric in runs.columns and runs[metric].notna().any()]
@@ -111,12 +117,13 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
     seeds = _by_seed(runs, by, metrics)
     if kind:
         _set_against_baseline(seeds, settings, kind, metrics)
-    rows = []
+    rows, points = [], []
     for values, group in runs.groupby(by, dropna=False):
         done = seeds.loc[_equal(seeds, by, values)]
         finished = int((group["status"] == "finished").sum())
         row: dict[str, Any] = dict(zip(by, values, strict=True))
-        row |= {"runs": len(group), "finished": finished, "reason": _reasons(group)}
+        steps = group.loc[group["status"] == "finished", "steps_done"].min() if "steps_done" in group else math.nan
+        row |= {"runs": len(group), "finished": finished, "steps": steps, "reason": _reasons(group)}
         row |= dict(zip(("verdict", "verdict_reason"), _verdict(group), strict=True))
         row["notes"] = "; ".join(dict.fromkeys(group["notes"].dropna()))
         for metric in metrics:
@@ -127,9 +134,18 @@ def _compare(runs: pd.DataFrame, kind: str) -> Comparison:
                 _typical(done[f"{metric}_vs_baseline"], COMPARED[metric]) if kind else math.nan
             )
         rows.append(row)
-    return Comparison(
-        kind, settings, metrics, {k: v for k, v in constant.items() if not _missing(v)}, pd.DataFrame(rows)
-    )
+        points.append(_point(group, objectives))
+    table = pd.DataFrame(rows)
+    if objectives:
+        table["pareto"] = on_front(points)
+    return Comparison(kind, settings, metrics, {k: v for k, v in constant.items() if not _missing(v)}, table)
+
+
+def _point(group: pd.DataFrame, objectives: Mapping[str, str]) -> tuple[float, ...]:
+    """Return where a setting's finished runs are, on the mean, with all coordinates to be small."""
+    done = group[group["status"] == "finished"]
+    means = [float(done[metric].mean()) if metric in done else math.nan for metric in objectives]
+    return tuple(-mean if way == "maximize" else mean for mean, way in zip(means, objectives.values(), strict=True))
 
 
 def _by_seed(runs: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from accum_sweep import launch
@@ -50,7 +50,7 @@ def summary(arguments: Sequence[str]) -> None:
                 f"--csv {options.csv}: cannot be written ({error.strerror}); choose another file"
             ) from error
     if options.csv != "-":
-        print(report.text(compare(frame)))
+        print(report.text(compare(frame, _objectives(chosen, folder))))
 
 
 def plan(arguments: Sequence[str]) -> None:
@@ -164,6 +164,13 @@ def _list(folder: Path) -> None:
 def _state(sweep: SweepRecord, runs: Sequence[Record]) -> str:
     finished = sum(record.status == "finished" for record in runs)
     return f"{finished}/{sweep.size} finished"
+
+
+def _objectives(chosen: Sequence[Record], folder: Path) -> Mapping[str, str] | None:
+    """Return what the search was for that all these runs are of; None where they are of none."""
+    ids = {record.sweep_id for record in chosen}
+    found = [sweep.search.get("objectives") for _, sweep in sweeps(folder) if ids == {sweep.sweep_id}]
+    return found[0] if found else None
 
 
 def _choose(which: str, folder: Path) -> list[Record]:
