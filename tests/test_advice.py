@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from accum_sweep import report
+from accum_sweep import exports, table
 from accum_sweep.advice import ENOUGH_STEPS, Advice, advise
 from accum_sweep.pareto import on_front
 from accum_sweep.summary import Comparison
@@ -136,7 +136,7 @@ def test_what_was_not_measured_is_on_no_front() -> None:
     assert on_front([]) == []
 
 
-@pytest.mark.parametrize("show", [report.text, report.markdown])
+@pytest.mark.parametrize("show", [table.text, exports.markdown])
 def test_the_table_ends_with_the_advice(show: Any) -> None:
     rows = comparison(reason="", verdict_reason="", notes="").rows
     said = show([Comparison("effective_batch_size", ["accum_steps"], ["peak_allocated_bytes"], {}, rows)])

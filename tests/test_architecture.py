@@ -54,7 +54,7 @@ def importers(package: str) -> set[str]:
         ("ray", {"ray_cluster.py"}),
         ("submitit", {"slurm.py"}),
         ("optuna", {"pruning.py", "search.py"}),
-        ("pandas", {"advice.py", "summary.py", "report.py"}),
+        ("pandas", {"advice.py", "exports.py", "summary.py", "table.py", "tidy.py"}),
     ],
 )
 def test_a_library_is_known_to_its_own_rooms_only(package: str, allowed: set[str]) -> None:
@@ -110,10 +110,12 @@ ENGINE_FORBIDS = {"hydra", "mlflow", "pandas", "pydantic", "omegaconf", "accum_s
         ("oom.py", {"hydra", "mlflow", "pandas", "pydantic", "accum_sweep.config", "accum_sweep.execute"}),
         ("prune.py", {"torch", "hydra", "mlflow", "pandas", "accum_sweep.record", "accum_sweep.execute"}),
         ("untrained.py", {"torch", "hydra", "mlflow", "pandas", "accum_sweep.execute", "accum_sweep.training"}),
-        ("own_process.py", {"hydra", "mlflow", "pandas", "accum_sweep.report", "accum_sweep.summary"}),
+        ("own_process.py", {"hydra", "mlflow", "pandas", "accum_sweep.exports", "accum_sweep.summary"}),
         ("summary.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
-        ("report.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
-        ("execute.py", {"mlflow", "hydra", "pandas", "accum_sweep.report", "accum_sweep.summary"}),
+        ("tidy.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
+        ("table.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
+        ("exports.py", {"torch", "mlflow", "hydra", "accum_sweep.execute", "accum_sweep.tracking"}),
+        ("execute.py", {"mlflow", "hydra", "pandas", "accum_sweep.exports", "accum_sweep.summary"}),
         ("record.py", {"torch", "mlflow", "hydra", "pandas", "accum_sweep.config"}),
     ],
 )

@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from accum_sweep import report
+from accum_sweep import exports, table
 from accum_sweep.check import check
 from accum_sweep.compose import compose
 from accum_sweep.record import Record, Status
-from accum_sweep.summary import compare, to_frame, varying
+from accum_sweep.summary import compare, varying
+from accum_sweep.tidy import to_frame
 
 DIGITS = "problem=digits_mlp"
 
@@ -104,10 +105,10 @@ def test_failed_runs_keep_their_row_and_stay_out_of_the_means() -> None:
     assert rows.loc[4, "last_loss"] == pytest.approx(2.3)
     assert rows.loc[8, "finished"] == 0
     assert math.isnan(rows.loc[8, "last_loss"])
-    text = report.text([comparison])
+    text = table.text([comparison])
     assert "2 of 3" in text
     assert "oom: no room" in text
-    assert "diverged: too \\| much" in report.markdown([comparison])
+    assert "diverged: too \\| much" in exports.markdown([comparison])
 
 
 def test_two_kinds_of_sweep_never_share_a_table() -> None:
@@ -115,7 +116,7 @@ def test_two_kinds_of_sweep_never_share_a_table() -> None:
     runs = [*sweep(), *other]
     kinds = [comparison.kind for comparison in compare(to_frame(runs))]
     assert kinds == ["effective_batch_size", "micro_batch_size"]
-    assert "fixed effective batch" in report.text(compare(to_frame(runs)))
+    assert "fixed effective batch" in table.text(compare(to_frame(runs)))
 
 
 @pytest.mark.parametrize(
@@ -159,19 +160,19 @@ def test_final_weights_are_set_against_the_baseline_by_their_distance() -> None:
     ]
     (comparison,) = compare(to_frame(runs))
     assert comparison.rows["final_weight_vs_baseline"].tolist() == [0.0, 5.0]
-    assert "[4.0000, 6.0000] (5 away)" in report.text([comparison])
+    assert "[4.0000, 6.0000] (5 away)" in table.text([comparison])
 
 
 def test_a_weight_that_is_not_finite_is_no_mean() -> None:
     runs = [record("seed=0", result={"final_weight": [None, 1.0]}), record("seed=1")]
-    assert "final weight" not in report.text(compare(to_frame(runs)))
+    assert "final weight" not in table.text(compare(to_frame(runs)))
 
 
 def test_csv_has_the_same_columns_and_whole_numbers_also_with_a_failed_run(tmp_path: Path) -> None:
     failed = record(DIGITS, "effective_batch_size=64", "accum_steps=8", status="failed", reason='"no", he said')
     whole, mixed = to_frame(sweep()), to_frame([*sweep(), failed])
     assert list(whole.columns) == list(mixed.columns)
-    report.write_csv(mixed, tmp_path / "a.csv")
+    exports.write_csv(mixed, tmp_path / "a.csv")
     rows = list(csv.DictReader((tmp_path / "a.csv").read_text().splitlines()))
     assert [row["peak_allocated_bytes"] for row in rows] == ["1000", "1000", "400", "400", ""]
     assert rows[-1]["reason"] == '"no", he said'
@@ -181,12 +182,12 @@ def test_csv_has_the_same_columns_and_whole_numbers_also_with_a_failed_run(tmp_p
 def test_csv_follows_a_link_and_writes_into_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "real.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to(tmp_path / "real.csv")
-    report.write_csv(to_frame(sweep()), tmp_path / "link.csv")
+    exports.write_csv(to_frame(sweep()), tmp_path / "link.csv")
     assert (tmp_path / "link.csv").is_symlink()
     assert (tmp_path / "real.csv").read_text().startswith("sweep_id,")
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    report.write_csv(to_frame([]), tmp_path / "pipe")
+    exports.write_csv(to_frame([]), tmp_path / "pipe")
     assert os.read(reader, 100).startswith(b"sweep_id,")
     os.close(reader)
     assert (tmp_path / "pipe").is_fifo()
@@ -213,9 +214,9 @@ def test_keys_that_follow_from_a_name_are_no_columns_of_their_own() -> None:
 def test_final_weights_are_shown_where_they_are_short() -> None:
     runs = [record("lr=0.1", "seed=0", result={"final_weight": [1.0, 2.0]}), record("lr=0.1", "seed=1")]
     (comparison,) = compare(to_frame(runs))
-    assert "[1.0000, 2.0000]" in report.text([comparison])
+    assert "[1.0000, 2.0000]" in table.text([comparison])
     both = [runs[0], record("lr=0.1", "seed=1", result={"final_weight": [3.0, 6.0]})]
-    assert "[2.0000, 4.0000]" in report.text(compare(to_frame(both)))
+    assert "[2.0000, 4.0000]" in table.text(compare(to_frame(both)))
 
 
 def test_no_runs_are_an_empty_frame_and_a_word() -> None:
@@ -223,11 +224,11 @@ def test_no_runs_are_an_empty_frame_and_a_word() -> None:
     assert frame.empty
     assert "status" in frame.columns
     assert compare(frame) == []
-    assert report.text([]) == "no runs"
+    assert table.text([]) == "no runs"
 
 
 def test_one_run_is_a_table_without_comparison() -> None:
-    text = report.text(compare(to_frame([record()])))
+    text = table.text(compare(to_frame([record()])))
     assert text.startswith("1 run, 1 finished")
     assert "in parentheses" not in text
 
@@ -237,7 +238,7 @@ def test_numbers_are_shown_to_be_read() -> None:
         record(DIGITS, "effective_batch_size=64", "accum_steps=1", loss=0.123456, peak=3 * 2**20, rate=123456.7),
         record(DIGITS, "effective_batch_size=64", "accum_steps=2", loss=0.1, peak=2**20, rate=9.87654),
     ]
-    lines = report.text(compare(to_frame(runs))).splitlines()
+    lines = table.text(compare(to_frame(runs))).splitlines()
     head = next(place for place, line in enumerate(lines) if line.startswith("---"))
     first, second = lines[head + 1 : head + 3]
     assert first.split("  ")[-1].strip() == "123457"
@@ -248,6 +249,6 @@ def test_numbers_are_shown_to_be_read() -> None:
 
 
 def test_markdown_has_as_many_cells_in_every_row() -> None:
-    lines = [line for line in report.markdown(compare(to_frame(sweep()))).splitlines() if line.startswith("|")]
+    lines = [line for line in exports.markdown(compare(to_frame(sweep()))).splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2
     assert len({line.count("|") for line in lines}) == 1

@@ -5,7 +5,6 @@ was found to be the full batch's. Of these, the rule takes the one with the leas
 nearly as fast as the fastest, and fit `memory_budget` where one is given.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import pandas as pd
 from accum_sweep.pareto import on_front
 from accum_sweep.sizes import SIZES
 from accum_sweep.summary import Comparison
+from accum_sweep.tidy import missing
 
 ACCUM, MICRO, EFFECTIVE = SIZES
 PEAK, SPEED = "peak_allocated_bytes", "samples_per_second"
@@ -61,7 +61,7 @@ def _advise(others: dict[str, Any], group: pd.DataFrame, budget: float | None) -
     front = sorted(int(number) for number in same.loc[best, ACCUM])
     if same.empty:
         return Advice(others, None, front, "no setting's gradient was found to be the full batch's in finished runs")
-    fit = same if _missing(budget) else same[same[PEAK] <= budget]
+    fit = same if missing(budget) else same[same[PEAK] <= budget]
     if fit.empty:
         return Advice(others, None, front, "no setting whose gradient is the full batch's fits memory_budget")
     fast = fit[fit[SPEED] >= NEARLY * fit[SPEED].max()]
@@ -72,13 +72,13 @@ def _advise(others: dict[str, Any], group: pd.DataFrame, budget: float | None) -
 def _sentence(choice: pd.Series, whole: pd.DataFrame) -> str:
     """Say what a person would: what to take, and what that costs against accum_steps=1."""
     words = f"accum_steps={int(choice[ACCUM])}"
-    if not _missing(choice.get(MICRO)):
+    if not missing(choice.get(MICRO)):
         words += f", micro-batch {int(choice[MICRO])}"
     if choice[ACCUM] == 1:
         cost = f"{100 * (1 - NEARLY):.0f} % of the speed"
         return f"{words}: less memory would cost more than {cost}, or there is none to save"
     memory, speed = choice[f"{PEAK}_vs_baseline"], choice[f"{SPEED}_vs_baseline"]
-    if _missing(memory) or _missing(speed):
+    if missing(memory) or missing(speed):
         return f"{words}: same training (no run with accum_steps=1 to compare with)"
     said = f"{words}: same training, {_changed(memory, 'less', 'more')} memory, {_changed(speed, 'slower', 'faster')}"
     steps = int(whole["steps"].min())
@@ -88,7 +88,3 @@ def _sentence(choice: pd.Series, whole: pd.DataFrame) -> str:
 def _changed(ratio: float, below: str, above: str) -> str:
     percent = round(100 * (ratio - 1))
     return f"{abs(percent)} % {below if percent < 0 else above}" if percent else f"no {above}"
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))

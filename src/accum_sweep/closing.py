@@ -5,7 +5,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from accum_sweep import report, summary
+from accum_sweep import exports, summary, tidy
 from accum_sweep.record import Status, SweepRecord, records, write
 from accum_sweep.tracking import Tracker
 
@@ -22,9 +22,9 @@ def close(plan: SweepRecord, folder: Path) -> tuple[SweepRecord, int, list[summa
     plan = replace(plan, ended_at=datetime.now(UTC).isoformat())
     own = [record for record in records(folder) if record.sweep_id == plan.sweep_id]
     unfinished = plan.size - sum(record.status in ("finished", "pruned") for record in own)
-    frame = summary.to_frame(own)
+    frame = tidy.to_frame(own)
     try:
-        report.write_csv(frame, folder / TABLE_FILE)
+        exports.write_csv(frame, folder / TABLE_FILE)
         write(plan, folder)
     except OSError as error:
         log.error("%s: the sweep's end and table cannot be written (%s)", folder, error.strerror)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hydra.plugins.launcher import Launcher
 
-from accum_sweep import closing, launching, report, resume, sync
+from accum_sweep import closing, exports, launching, resume, sync, table
 from accum_sweep.errors import RunsFailed, UserError, interrupted, traceback_of
 from accum_sweep.jobs import Job
 from accum_sweep.launching import Way
@@ -70,9 +70,9 @@ class Multirun:
         look = None
         if self.tracker is not None and self.plan.parent_run_id is not None:
             with self.tracker.tolerant(f"sweep {self.plan.sweep_id}"):
-                closing.tell(self.plan, self.folder, self.tracker, unfinished, report.markdown(tables), cut_short)
+                closing.tell(self.plan, self.folder, self.tracker, unfinished, exports.markdown(tables), cut_short)
                 look = self.tracker.how_to_look(self.plan.parent_run_id)
-        print(report.text(tables))
+        print(table.text(tables))
         log.info("%s", "\n".join(filter(None, [f"records: {os.path.relpath(self.folder)}", look])))
         return unfinished
 

@@ -1,29 +1,25 @@
-"""From records to a tidy table, and from that to a comparison. pandas only.
+"""From a tidy table, one row a run, to a comparison: one row a setting. pandas only.
 
-`to_frame` has one row a run; `compare` folds seeds and sets every setting against accum_steps=1 of the same seeds.
+`compare` folds seeds and sets every setting against accum_steps=1 of the same seeds.
 Fixed micro-batch and fixed effective batch are different questions and never share a table.
 """
 
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from accum_sweep.config import Config, flatten
+from accum_sweep.config import Config
 from accum_sweep.pareto import on_front
-from accum_sweep.record import Record
 from accum_sweep.sizes import SIZES
+from accum_sweep.tidy import LISTS, SKETCH, WEIGHTS, missing
 
-IDENTITY = ["sweep_id", "job_num", "run_id", "run_key", "name", "status", "reason", "started_at", "ended_at"]
 # Config keys that do not make a setting: who asked for it, where it is kept, what it is derived from.
 NO_SETTING = ("seed", "save_weights", "equivalence", "tracking.", "sweep.", "problem.default_", "automatic", "auto.")
-WEIGHTS = "final_weight"  # a list of numbers, where they are few
-SKETCH = "final_sketch"  # numbers that stand for the weights, where they are many: see sketch.py
-LISTS = (WEIGHTS, SKETCH)
 VERDICTS = ("equivalent", "not comparable", "different")  # the gravest last
 
 # What is compared, and how it is set against the baseline.
@@ -60,16 +56,6 @@ class Comparison:
     metrics: list[str]
     constant: dict[str, Any]
     rows: pd.DataFrame
-
-
-def to_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return one row a run, with identity, config, metrics, weights where short, and environment.
-
-    Config keys keep their dotted names, so do `environment.` ones; lists stand as JSON. `device` is the one the run
-    had, where it got one. No records: an empty frame.
-    """
-    rows = [_row(record) for record in records]
-    return pd.DataFrame(rows, columns=IDENTITY if not rows else None)
 
 
 def compare(frame: pd.DataFrame, objectives: Mapping[str, str] | None = None) -> list[Comparison]:
@@ -138,7 +124,7 @@ def _compare(runs: pd.DataFrame, kind: str, objectives: Mapping[str, str]) -> Co
     table = pd.DataFrame(rows)
     if objectives:
         table["pareto"] = on_front(points)
-    return Comparison(kind, settings, metrics, {k: v for k, v in constant.items() if not _missing(v)}, table)
+    return Comparison(kind, settings, metrics, {k: v for k, v in constant.items() if not missing(v)}, table)
 
 
 def _point(group: pd.DataFrame, objectives: Mapping[str, str]) -> tuple[float, ...]:
@@ -212,27 +198,6 @@ AGAINST: dict[str, Callable[[Any, Any], float]] = {
 }
 
 
-def _row(record: Record) -> dict[str, Any]:
-    row: dict[str, Any] = {key: getattr(record, key) for key in IDENTITY}
-    config = flatten(record.config).items()
-    row |= {key: json.dumps(value) if isinstance(value, list) else value for key, value in config}
-    row["device"] = record.environment.get("device") or row.get("device")
-    row |= record.metrics
-    row |= {key: json.dumps(value) for key, value in record.result.items() if isinstance(value, list)}
-    row |= {
-        "verdict": record.equivalence.get("verdict"),
-        "verdict_reason": record.equivalence.get("reason"),
-        "data": record.equivalence.get("data"),
-        "notes": "; ".join(record.notes) or None,
-        "peak_phase": record.peak_phase,
-    }
-    if SKETCH in record.equivalence and WEIGHTS not in record.result:
-        row[SKETCH] = json.dumps(record.equivalence[SKETCH])
-    if "weight_changed" in record.result:
-        row["weight_changed"] = record.result["weight_changed"]
-    return row | {f"environment.{key}": value for key, value in record.environment.items()}
-
-
 def _is_setting(column: str) -> bool:
     return column.partition(".")[0] in Config.model_fields and not column.startswith(NO_SETTING)
 
@@ -253,7 +218,7 @@ def _equal(frame: pd.DataFrame, keys: Sequence[str], values: Sequence[Any]) -> "
     """Tell of each row whether it has these values; two missing ones are equal."""
     same = pd.Series(True, index=frame.index)
     for key, value in zip(keys, values, strict=True):
-        same &= frame[key].isna() if _missing(value) else frame[key] == value
+        same &= frame[key].isna() if missing(value) else frame[key] == value
     return same
 
 
@@ -282,7 +247,3 @@ def _mean(column: pd.Series) -> Any:
     if not lists or len({len(values) for values in lists}) > 1:
         return None
     return [math.fsum(numbers) / len(lists) for numbers in zip(*lists, strict=True)]
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accum_sweep import closing, report
+from accum_sweep import closing, exports
 from accum_sweep.config import Tracking
 from accum_sweep.errors import UserError, without_secrets
 from accum_sweep.lock import held
@@ -123,7 +123,7 @@ def _send(found: Found, tracker: Tracker, known: Known, done: Counter[str]) -> N
         if not known.get(sweep.sweep_id, (None, False))[1]:
             cut: Status | None = None if sweep.ended_at is not None else "interrupted"
             closed, unfinished, tables = closing.close(replace(sweep, parent_run_id=parents[sweep.sweep_id]), path)
-            closing.tell(closed, path, tracker, unfinished, report.markdown(tables), cut)
+            closing.tell(closed, path, tracker, unfinished, exports.markdown(tables), cut)
             done["closed"] += 1
 
 

@@ -36,13 +36,14 @@ def summary(arguments: Sequence[str]) -> None:
         _list(folder)
         return
     chosen = _choose(options.sweep, folder)
-    from accum_sweep import report  # pandas takes half a second that --list and errors do without
-    from accum_sweep.summary import compare, to_frame
+    from accum_sweep import exports, table  # pandas takes half a second that --list and errors do without
+    from accum_sweep.summary import compare
+    from accum_sweep.tidy import to_frame
 
     frame = to_frame(chosen)
     if options.csv:
         try:
-            report.write_csv(frame, None if options.csv == "-" else Path(options.csv))
+            exports.write_csv(frame, None if options.csv == "-" else Path(options.csv))
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -50,7 +51,7 @@ def summary(arguments: Sequence[str]) -> None:
                 f"--csv {options.csv}: cannot be written ({error.strerror}); choose another file"
             ) from error
     if options.csv != "-":
-        print(report.text(compare(frame, _objectives(chosen, folder))))
+        print(table.text(compare(frame, _objectives(chosen, folder))))
 
 
 def plan(arguments: Sequence[str]) -> None:
